@@ -143,7 +143,7 @@ test-device: $(READY)
 
 # feeding, checkpoints, half precision, sharded state, NaN, predictions
 WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_host_waits.py \
-    tests/mpi/pipeline/test_sharded.py tests/mpi/predicting/test_layouts.py \
+    tests/mpi/pipeline/test_sharded.py tests/mpi/inference/predicting/test_layouts.py \
     $(addprefix tests/mpi/training/, optimization tasks test_checkpoints.py test_data_sets.py \
     test_not_finite.py)
 

@@ -25,9 +25,9 @@ from benchmarks.harness import (
     run_ranks,
     start,
 )
-from spatialdl.analysis import PCA, KMeans, NearestNeighbors, Ridge, TruncatedSVD
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import start_world
+from spatialdl.inference.analysis import PCA, KMeans, NearestNeighbors, Ridge, TruncatedSVD
 
 OURS, THEIRS = "spatialdl", "scikit-learn"
 METHODS = {

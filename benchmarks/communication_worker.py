@@ -36,7 +36,7 @@ from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
 from spatialdl.comm.single_process import Completed, SingleProcess
 from spatialdl.comm.world import start_world
-from spatialdl.parallel.layout import Layout, Window, needed_boxes
+from spatialdl.layout.layout import Layout, Window, needed_boxes
 from spatialdl.spatial.halo_geometry import TileGeometry, tile_geometry
 from spatialdl.torch_internals import ProcessGroup, Work
 

@@ -57,10 +57,10 @@ from benchmarks.io_formats import (
     write_all,
 )
 from benchmarks.io_worker import BOX, VALUE, middle, slow_environment
+from spatialdl.common.text import size_in_bytes
 from spatialdl.data import ShardWriter
 from spatialdl.data.codec import Codec
 from spatialdl.data.format import CHUNK, MANIFEST
-from spatialdl.text import size_in_bytes
 
 WINDOW = 1024
 KINDS = {"windows of 1024": WINDOW, "quarters of 512": WINDOW // 2}

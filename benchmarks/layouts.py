@@ -41,9 +41,9 @@ from benchmarks.harness import (
 )
 from spatialdl import models
 from spatialdl.comm.launch import launched, start_ranks
-from spatialdl.configuring.overrides import check_overrides
-from spatialdl.configuring.own_keys import fit_model_keys, rewritten
-from spatialdl.parallel.placement import Placement
+from spatialdl.common.configuring.overrides import check_overrides
+from spatialdl.common.configuring.own_keys import fit_model_keys, rewritten
+from spatialdl.layout.placement import Placement
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import MEASURED, choose_alone, cluster_file, cluster_named, job_of

@@ -14,13 +14,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.harness import Stopwatch, describe
+from spatialdl.cli.start import choose_device
 from spatialdl.comm import check, trace
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path, device_of
 from spatialdl.comm.launch import end_with_launcher, launched
 from spatialdl.comm.world import start_world
-from spatialdl.commands.start import choose_device
 from spatialdl.pipeline.simulate import actions_of, measured_costs, simulate
 from spatialdl.training.parts import RunParts
 from spatialdl.training.peak_memory import peak_memory_mb

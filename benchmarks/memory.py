@@ -43,11 +43,10 @@ from benchmarks.harness import (
 )
 from benchmarks.spatial import OVER_LIMIT, training
 from spatialdl import models
-from spatialdl.bags import EndToEndNetwork
-from spatialdl.bags.network import MODES
 from spatialdl.comm.device_path import device_of
-from spatialdl.parallel.layout import nearly_cubic
+from spatialdl.layout.layout import nearly_cubic
 from spatialdl.torch_internals import import_compiler
+from spatialdl.training.bags import MODES, EndToEndNetwork
 from spatialdl.training.peak_memory import peak_memory_mb
 
 STEP = 64

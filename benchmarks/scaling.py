@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from benchmarks.harness import Lines, add_numbers, markdown, origin, parser_of, publish, start
 from spatialdl import models
-from spatialdl.parallel.layout import nearly_cubic
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.layout import nearly_cubic
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import CannotWork, PlannedJob, Recompute

@@ -46,7 +46,6 @@ from benchmarks.harness import (
     start,
 )
 from spatialdl import models
-from spatialdl.checking.network import find_builder
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import backend_for, choose_device_path, device_of
 from spatialdl.comm.dry import Dry
@@ -54,8 +53,9 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.single_process import Completed
 from spatialdl.comm.store import store_by_mpi
 from spatialdl.comm.world import start_world
-from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import nearly_cubic
+from spatialdl.layout.axes import Axes
+from spatialdl.layout.layout import nearly_cubic
+from spatialdl.spatial.checking.network import find_builder
 from spatialdl.torch_internals import import_compiler
 from spatialdl.training.peak_memory import peak_memory_mb
 

@@ -17,8 +17,8 @@ from math import prod
 import torch
 
 from benchmarks.harness import markdown
+from spatialdl.layout.placement import Placement
 from spatialdl.models import resnet50
-from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import predict

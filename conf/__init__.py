@@ -2,7 +2,7 @@
 
 from omegaconf import OmegaConf
 
-from spatialdl.configuring.registered import new_folder, register
+from spatialdl.common.configuring.registered import new_folder, register
 
 OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
 register()

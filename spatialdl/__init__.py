@@ -37,16 +37,16 @@ allocator.prepare()
 torchvision_operators.prepare()
 
 if TYPE_CHECKING:
-    from spatialdl.channels.parallel import (
+    from spatialdl.comm.mesh import Mesh, init_mesh
+    from spatialdl.pipeline.front import Pipeline
+    from spatialdl.pipeline.streamed import stream
+    from spatialdl.spatial import SpatialTensor, register_op
+    from spatialdl.spatial.channels.parallel import (
         SpatialParallel,
         average_gradients,
         clip_grad_norm_,
         full_state_dict,
     )
-    from spatialdl.comm.mesh import Mesh, init_mesh
-    from spatialdl.pipeline.front import Pipeline
-    from spatialdl.pipeline.streamed import stream
-    from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.recompute import recompute_blocks
     from spatialdl.spatial.split import from_local, gather_before, shard
     from spatialdl.training.callbacks import Callback
@@ -78,12 +78,12 @@ _FOUND_IN = {
     "Callback": "spatialdl.training.callbacks",
     "Mesh": "spatialdl.comm.mesh",
     "Pipeline": "spatialdl.pipeline.front",
-    "SpatialParallel": "spatialdl.channels.parallel",
+    "SpatialParallel": "spatialdl.spatial.channels.parallel",
     "SpatialTensor": "spatialdl.spatial",
-    "average_gradients": "spatialdl.channels.parallel",
-    "clip_grad_norm_": "spatialdl.channels.parallel",
+    "average_gradients": "spatialdl.spatial.channels.parallel",
+    "clip_grad_norm_": "spatialdl.spatial.channels.parallel",
     "from_local": "spatialdl.spatial.split",
-    "full_state_dict": "spatialdl.channels.parallel",
+    "full_state_dict": "spatialdl.spatial.channels.parallel",
     "gather_before": "spatialdl.spatial.split",
     "init_mesh": "spatialdl.comm.mesh",
     "recompute_blocks": "spatialdl.spatial.recompute",

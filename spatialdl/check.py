@@ -21,14 +21,14 @@ from spatialdl.comm.abort import describe_error, install_abort_hook
 from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.layout import by
+from spatialdl.layout.layout import by
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from spatialdl.checking.compare import Difference, Numbers
-    from spatialdl.checking.record import Recorder
     from spatialdl.comm.mesh import Mesh
+    from spatialdl.spatial.checking.compare import Difference, Numbers
+    from spatialdl.spatial.checking.record import Recorder
 
 SEED = 0
 EXACT = "exact"
@@ -111,8 +111,8 @@ def _sides(text: str) -> tuple[int, ...]:
 
 def _check_user_input(options: argparse.Namespace) -> None:
     """Check for user errors before ranks start, so that each is printed once."""
-    from spatialdl.checking.compare import differences
-    from spatialdl.checking.network import arguments_of, build
+    from spatialdl.spatial.checking.compare import differences
+    from spatialdl.spatial.checking.network import arguments_of, build
 
     size, grid = options.size, options.grid
     if len(size) != len(grid):
@@ -143,9 +143,9 @@ def _plain_step(options: argparse.Namespace, network: nn.Module, seed: int) -> N
     """
     import torch
 
-    from spatialdl.checking.compare import one_step
-    from spatialdl.checking.network import switch_off_dropout
     from spatialdl.pipeline.source_lines import users_line_of
+    from spatialdl.spatial.checking.compare import one_step
+    from spatialdl.spatial.checking.network import switch_off_dropout
 
     network.to(getattr(torch, options.dtype)).train(options.train)
     switch_off_dropout(network)
@@ -170,11 +170,11 @@ def _image(options: argparse.Namespace) -> Tensor:
 
 def _check(options: argparse.Namespace) -> bool:
     """Run both steps and compare them, on every rank; rank 0 prints the report."""
-    from spatialdl.checking.compare import differences, one_step
-    from spatialdl.checking.network import arguments_of, build
-    from spatialdl.checking.record import Recorder
     from spatialdl.comm import check
     from spatialdl.comm.mesh import init_mesh
+    from spatialdl.spatial.checking.compare import differences, one_step
+    from spatialdl.spatial.checking.network import arguments_of, build
+    from spatialdl.spatial.checking.record import Recorder
 
     mesh = init_mesh(options.grid)
     check.enable()
@@ -210,7 +210,7 @@ def _workaround(
     Args:
         network: as before the first step; not modified.
     """
-    from spatialdl.checking.compare import differences, one_step
+    from spatialdl.spatial.checking.compare import differences, one_step
     from spatialdl.spatial.split import gather_before
 
     for name in dict.fromkeys(name for one in recorder.refusals for name in one.around):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
-from spatialdl.commands.prediction import Command
-from spatialdl.consistency.rank_state import evaluation_files
-from spatialdl.evaluating.checks import check_evaluation
+from spatialdl.cli.prediction import Command
+from spatialdl.cli.rank_state import evaluation_files
+from spatialdl.inference.evaluating.checks import check_evaluation
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -31,7 +31,7 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def _run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
-    from spatialdl.evaluating.evaluation import run
+    from spatialdl.inference.evaluating.evaluation import run
 
     return run(config, run_dir, world)
 

@@ -18,16 +18,16 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.commands.start import (
+from spatialdl.cli.start import (
     check_command_line,
     composed_job,
     hydra_job,
     run_directory,
     run_single_process,
 )
-from spatialdl.configuring.help import print_help, wants_help
-from spatialdl.configuring.overrides import flags_of
-from spatialdl.configuring.own_keys import fit_model_keys, rewritten
+from spatialdl.common.configuring.help import print_help, wants_help
+from spatialdl.common.configuring.overrides import flags_of
+from spatialdl.common.configuring.own_keys import fit_model_keys, rewritten
 
 if TYPE_CHECKING:
     from spatialdl.planning.search import Row

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
-from spatialdl.commands.prediction import Command
-from spatialdl.consistency.rank_state import prediction_files
-from spatialdl.predicting.checks import check_config
+from spatialdl.cli.prediction import Command
+from spatialdl.cli.rank_state import prediction_files
+from spatialdl.inference.predicting.checks import check_config
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -30,7 +30,7 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def _run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
-    from spatialdl.predicting.batch import run
+    from spatialdl.inference.predicting.batch import run
 
     return run(config, run_dir, world)
 

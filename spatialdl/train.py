@@ -21,12 +21,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.comm.abort import describe_error
-from spatialdl.comm.capacity import check_capacity
-from spatialdl.comm.ending import forget_run
-from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
-from spatialdl.comm.world import start_world
-from spatialdl.commands.start import (
+from spatialdl.cli.rank_state import training_files
+from spatialdl.cli.start import (
     check_command_line,
     composed_by_rank,
     composed_job,
@@ -39,10 +35,14 @@ from spatialdl.commands.start import (
     run_single_process,
     without_hydra,
 )
-from spatialdl.configuring.help import print_help, wants_help
-from spatialdl.configuring.overrides import flags_of
-from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
-from spatialdl.consistency.rank_state import training_files
+from spatialdl.comm.abort import describe_error
+from spatialdl.comm.capacity import check_capacity
+from spatialdl.comm.ending import forget_run
+from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
+from spatialdl.comm.world import start_world
+from spatialdl.common.configuring.help import print_help, wants_help
+from spatialdl.common.configuring.overrides import flags_of
+from spatialdl.common.configuring.own_keys import fit_model_keys, is_own_network, rewritten
 from spatialdl.training import signals
 from spatialdl.training.checks import check_config
 from spatialdl.training.console import run_log
@@ -154,7 +154,7 @@ def _print_preflight(config: DictConfig, overrides: Sequence[str]) -> bool:
 
 def _submit(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
     """Submit the run as a Slurm job."""
-    from spatialdl.submitting.runs import submit_run
+    from spatialdl.cli.slurm_runs import submit_run
 
     fit_model_keys(config, overrides)
     submit_run(config, overrides, run_dir)

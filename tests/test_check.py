@@ -10,7 +10,7 @@ import pytest
 from spatialdl import check as command
 
 ROOT = Path(__file__).parents[1]
-NETWORKS = "tests.checking.user_networks"
+NETWORKS = "tests.spatial.checking.user_networks"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_it_ends_as_its_ranks_answer(answer, of_ranks, code, check, monkeypatch)
         ("no_package.build", (), "cannot import no_package.build: No module named"),
         (f"{NETWORKS}.absent", (), f"cannot import {NETWORKS}.absent: "),
         ("absent.py:build", (), "file absent.py does not exist"),
-        ("tests/checking/user_networks.py:absent", (), "user_networks.py has no absent"),
+        ("tests/spatial/checking/user_networks.py:absent", (), "user_networks.py has no absent"),
         (f"{NETWORKS}.thing", (), "is an int, not a function that returns the network"),
         (f"{NETWORKS}.number", (), "returned an int, not a torch.nn.Module"),
         (f"{NETWORKS}.needs", (), "missing 1 required positional argument: 'width'; pass"),

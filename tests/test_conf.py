@@ -20,13 +20,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from spatialdl.cli.slurm_runs import resources
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.configuring.keys import keys_of
+from spatialdl.common.configuring.keys import keys_of
 from spatialdl.data import ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.setup import cluster_file
-from spatialdl.submitting.runs import resources
 from spatialdl.training.checks import BACKENDS, TRANSPORTS
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.loggers import Loggers, check_loggers

@@ -7,14 +7,14 @@ import pydoc
 import re
 
 import pytest
+import spatialdl.bags
 
 import spatialdl
-import spatialdl.analysis
-import spatialdl.bags
 import spatialdl.data
 import spatialdl.export
+import spatialdl.inference.analysis
 import spatialdl.models
-import spatialdl.random
+import spatialdl.spatial.random
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
@@ -26,7 +26,10 @@ PUBLIC["spatialdl.export.export"] = spatialdl.export.export
 PUBLIC["spatialdl.random.keyed"] = spatialdl.random.keyed
 ESTIMATORS = ("KMeans", "NearestNeighbors", "PCA", "Ridge", "RidgeCV", "RidgeClassifierCV")
 ESTIMATORS += ("TruncatedSVD",)
-PUBLIC |= {f"spatialdl.analysis.{name}": getattr(spatialdl.analysis, name) for name in ESTIMATORS}
+PUBLIC |= {
+    f"spatialdl.inference.analysis.{name}": getattr(spatialdl.inference.analysis, name)
+    for name in ESTIMATORS
+}
 MADE_BY_OTHERS = ("SpatialTensor", "ResNet", "ResNetV2")  # users call what returns them
 CLASSES = {name: one for name, one in PUBLIC.items() if inspect.isclass(one)}
 

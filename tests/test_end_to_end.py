@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.configuring.keys import groups
+from spatialdl.common.configuring.keys import groups
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.bags import write_bags

@@ -18,10 +18,10 @@ from spatialdl.data.importing.command import main as import_command
 from spatialdl.slides.cohort.command import main as split_table
 from spatialdl.training.trainer import Trainer
 from tests.bags import LENGTHS, SMALL, bag_config, write_bags
-from tests.evaluating.cases import read_rows
 from tests.fitting import fit
-from tests.predicting.runs import MAPS, NETWORK, train, write_slide
-from tests.predicting.volumes import save, train_on_labels, voxels
+from tests.inference.evaluating.cases import read_rows
+from tests.inference.predicting.runs import MAPS, NETWORK, train, write_slide
+from tests.inference.predicting.volumes import save, train_on_labels, voxels
 
 NAMES = ["0", "1", "2"]  # of networks that were trained on synthetic images
 HERE = ("device=cpu", "trust=[tests]", "bootstrap=30")

@@ -12,16 +12,16 @@ from torch import nn
 
 from spatialdl import export
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.configuring.own_keys import fit_model_keys
+from spatialdl.common.configuring.own_keys import fit_model_keys
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.predicting.inputs import shard_inputs
-from spatialdl.predicting.running import Runner
-from spatialdl.predicting.trained import find_trained
+from spatialdl.inference.predicting.inputs import shard_inputs
+from spatialdl.inference.predicting.running import Runner
+from spatialdl.inference.predicting.trained import find_trained
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 from tests.fitting import fit
+from tests.inference.predicting import runs
 from tests.mpi.training.small import small
-from tests.predicting import runs
 from tests.training.checkpoints.runs import network, train
 
 

@@ -19,13 +19,13 @@ from PIL import Image
 from torch import nn
 
 from spatialdl import predict
-from spatialdl.commands import prediction
+from spatialdl.cli import prediction
 from spatialdl.data import ShardWriter
 from spatialdl.training.run_lock import held
-from tests.evaluating.cases import read_rows
+from tests.inference.evaluating.cases import read_rows
+from tests.inference.predicting.runs import NETWORK, picture, train, write_slide
+from tests.inference.predicting.volumes import of_own, save, train_on_volumes, voxels
 from tests.mpi.training import small
-from tests.predicting.runs import NETWORK, picture, train, write_slide
-from tests.predicting.volumes import of_own, save, train_on_volumes, voxels
 from tests.processes import printed
 from tests.slides.tiled_tiffs import write_tiff
 from tests.vision import import_path

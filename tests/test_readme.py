@@ -15,14 +15,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from spatialdl import check, export
-from spatialdl.analysis import options as analysis_options
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.configuring.keys import file_of, groups, keys_of
-from spatialdl.configuring.overrides import check_overrides
-from spatialdl.configuring.own_keys import rewritten
+from spatialdl.common.configuring.keys import file_of, groups, keys_of
+from spatialdl.common.configuring.overrides import check_overrides
+from spatialdl.common.configuring.own_keys import rewritten
 from spatialdl.data.importing import command as importing
 from spatialdl.data.staging import command as staging
-from spatialdl.features import options as features
+from spatialdl.inference.analysis import options as analysis_options
+from spatialdl.inference.features import options as features
 from spatialdl.slides.batch import options as tiling
 from spatialdl.training.checks import check_config
 from tests.composing import composed
@@ -56,7 +56,7 @@ def name_of(block: str) -> str:
 
 
 RUN_ELSEWHERE = ("train_plain.py", "train_split.py")
-"""By tests/integrations/test_lightning.py, which compares their losses."""
+"""By tests/training/test_lightning.py, which compares their losses."""
 
 
 TOGETHER = ("init_mesh", "init_process_group", "spatialdl.Pipeline(", "grid=(2, 1)")

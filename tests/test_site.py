@@ -13,7 +13,7 @@ import pytest
 import torch.nn.functional as F
 import yaml
 
-from spatialdl.configuring.keys import CONF, groups, keys_of
+from spatialdl.common.configuring.keys import CONF, groups, keys_of
 from spatialdl.spatial.table import HANDLERS
 from tests.test_docs import PUBLIC
 from tools.site import commands, configuration, repository

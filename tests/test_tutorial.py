@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluating.cases import read_rows
+from tests.inference.evaluating.cases import read_rows
 from tests.processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent

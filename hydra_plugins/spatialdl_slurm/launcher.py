@@ -38,8 +38,8 @@ class SlurmLauncher(Launcher):
         """
         from tqdm import tqdm
 
+        from spatialdl.cli.slurm_runs import gathered, submit
         from spatialdl.comm.abort import describe_error
-        from spatialdl.submitting.runs import gathered, submit
 
         setup_globals()
         hydra = self._config.hydra

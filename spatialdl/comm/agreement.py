@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import shard_of
+from spatialdl.common.text import fitted
 from spatialdl.errors import CommMismatch
-from spatialdl.text import fitted
 from spatialdl.torch_internals import current_graph_task_id
 
 FIRST, WINDOW, LONGEST = 8, 4, 1024

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Piece, Plan
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 
 
 class BoxedTensor(NamedTuple):

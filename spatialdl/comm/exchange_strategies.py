@@ -20,7 +20,7 @@ from spatialdl.comm.boxed import Exchange, owners_of, pieces_of
 from spatialdl.comm.communicator import Message, Messages
 from spatialdl.comm.plan import Piece, Plan
 from spatialdl.comm.waiting import noted
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 
 TAG = 32767
 """Tag of exchange messages: the largest that the MPI standard guarantees."""

@@ -25,7 +25,7 @@ from spatialdl.comm.exchange import PlanMessages
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.waiting import noted
-from spatialdl.parallel.layout import Box, Layout, empty_box
+from spatialdl.layout.layout import Box, Layout, empty_box
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 
 
 class Piece(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.parallel.node_order import numbered
+from spatialdl.layout.node_order import numbered
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

@@ -17,7 +17,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

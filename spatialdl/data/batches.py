@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spatialdl.data.image_source import Box, Size
 from spatialdl.data.views import Views
-from spatialdl.parallel.layout import Layout, even_bounds
+from spatialdl.layout.layout import Layout, even_bounds
 
 
 @dataclass(frozen=True)

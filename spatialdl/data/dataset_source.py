@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset
 from tqdm import tqdm
 
-from spatialdl.configuring.plugins import describe_cause
+from spatialdl.common.configuring.plugins import describe_cause
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, pairs, whole_box
 from spatialdl.data.sample_forms import Decoded, SampleForm

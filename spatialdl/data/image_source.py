@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.parallel.layout import spatial_names
+from spatialdl.layout.layout import spatial_names
 
 DTYPES = ("uint8", "uint16", "int16", "float16", "float32", "float64")
 """Types of images. Masks are uint8."""

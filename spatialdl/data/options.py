@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from spatialdl.common.text import size_in_bytes
 from spatialdl.data.codec import QUALITY
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
 from spatialdl.errors import ShardError
-from spatialdl.text import size_in_bytes
 
 
 def add_shard_options(parser: argparse.ArgumentParser, codecs: Sequence[str], about: str) -> None:

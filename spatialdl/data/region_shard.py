@@ -23,7 +23,7 @@ from spatialdl.data.image_source import as_image, as_mask, image_dtype, image_sh
 from spatialdl.data.jpeg import EncodedImage, checked_stream, grid_of
 from spatialdl.data.samples import RegionBand, RegionSample, VolumeSample
 from spatialdl.data.shard_file import Chunks, ImageRows, ShardFile, ShardSeries
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.layout.layout import even_bounds
 
 
 class OtherTypeError(ValueError):

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.comm.agreement import digest
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.spatial.channels.tensor import ChannelTensor
 from spatialdl.torch_internals import DisableTorchFunction, NormBase
 
 _Mark = tuple[int, int, int]

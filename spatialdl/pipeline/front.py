@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.weights import own_state
 from spatialdl.comm.agreement import (
     HOW_TO_SWITCH_OFF,
     broadcast_state,
@@ -22,12 +21,13 @@ from spatialdl.comm.agreement import (
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh, start_placement
 from spatialdl.comm.waiting import Timeout
-from spatialdl.parallel.layout import by, even_bounds
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.layout import by, even_bounds
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
+from spatialdl.spatial.channels.weights import own_state
 from spatialdl.spatial.split import Names
 from spatialdl.spatial.tensor import SpatialTensor
 

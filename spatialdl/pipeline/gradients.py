@@ -13,7 +13,7 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Reducer, Replicated, shard_of
 from spatialdl.comm.mesh import Mesh
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.torch_internals import foreach_div_, foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_path
 from spatialdl.comm.device_transport import Lane
 from spatialdl.comm.handover import DIRECTIONS, Direction, Handover
-from spatialdl.parallel.placement import Placement, Position
+from spatialdl.layout.placement import Placement, Position
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.simulate import Kind, Lists, Schedule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 
 
 def check_shardable(placement: Placement) -> None:

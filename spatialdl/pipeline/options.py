@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spatialdl.channels.weights import Plan
 from spatialdl.pipeline.batch_loss import Width
+from spatialdl.spatial.channels.weights import Plan
 from spatialdl.spatial.split import Names
-from spatialdl.streaming.memory import Memory
+from spatialdl.spatial.streaming.memory import Memory
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.weights import whole_outputs
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.shapes import SplitShape
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.spatial.channels.weights import whole_outputs
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 

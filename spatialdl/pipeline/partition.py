@@ -22,8 +22,8 @@ from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
 from spatialdl.pipeline.steps import IMAGE, Joint, Recording, Step, Value, run_step
-from spatialdl.random import keyed
 from spatialdl.spatial.meta import meta_copy, on_meta
+from spatialdl.spatial.random import keyed
 from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.split import Names, module_names
 from spatialdl.torch_internals import BatchNormBase, tree_leaves

@@ -27,9 +27,9 @@ from spatialdl.pipeline.steps import (
     itself,
     without_unused,
 )
-from spatialdl.random import keyed
-from spatialdl.random.streams import numbers_drawn
 from spatialdl.spatial.meta import on_meta
+from spatialdl.spatial.random import keyed
+from spatialdl.spatial.random.streams import numbers_drawn
 from spatialdl.torch_internals import BatchNormBase, is_any_autocast_enabled, tree_leaves, tree_map
 
 _NO_TENSOR = ("__set__", "__delete__", "backward", "register_hook")

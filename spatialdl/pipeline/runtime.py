@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.weights import check_plan, divide, settle, uses_of, weights_of, whole_state
 from spatialdl.comm import trace, waiting
 from spatialdl.comm.across import Across
 from spatialdl.comm.communicator import Communicator
@@ -26,7 +25,7 @@ from spatialdl.comm.gradients import Replicated, lane_of
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.waiting import noted
 from spatialdl.comm.world import as_communicator
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.batch_loss import BatchLoss, check_forwards_first
 from spatialdl.pipeline.gradients import Gradients, stage_groups
 from spatialdl.pipeline.handovers import Handovers
@@ -41,9 +40,17 @@ from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime, moved
 from spatialdl.pipeline.step_context import StepContext
 from spatialdl.pipeline.virtual_tiles import Made
+from spatialdl.spatial.channels.weights import (
+    check_plan,
+    divide,
+    settle,
+    uses_of,
+    weights_of,
+    whole_state,
+)
 from spatialdl.spatial.recompute import blocks_of
 from spatialdl.spatial.split import gather_before as gather
-from spatialdl.streaming.memory import Memory
+from spatialdl.spatial.streaming.memory import Memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -26,9 +26,9 @@ from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import run_stage, start_training
 from spatialdl.pipeline.stage_runtime import StageRuntime
 from spatialdl.pipeline.steps import Value
-from spatialdl.random import keyed
-from spatialdl.random.composite import inside
-from spatialdl.random.plain import PLAIN
+from spatialdl.spatial.random import keyed
+from spatialdl.spatial.random.composite import inside
+from spatialdl.spatial.random.plain import PLAIN
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import tree_leaves
 

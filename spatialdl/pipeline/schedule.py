@@ -48,8 +48,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from spatialdl.parallel.layout import even_bounds
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.layout import even_bounds
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.simulate import (
     Action,
     ActionSpan,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.comm.repartition import shape_of
-from spatialdl.parallel.layout import Layout, by, even_bounds, last_slices
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.layout import Layout, by, even_bounds, last_slices
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value

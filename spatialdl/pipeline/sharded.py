@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spatialdl.channels.weights import held_weights, whole_outputs
 from spatialdl.comm.groups import new_group
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.pipeline.own_tile import enter
+from spatialdl.spatial.channels.weights import held_weights, whole_outputs
 from spatialdl.torch_internals import tree_map_only
 
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from spatialdl.comm import trace
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 
 Kind = Literal["forward", "backward"]
 

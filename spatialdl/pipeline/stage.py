@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.source_lines import replays
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, run_step
-from spatialdl.random import scope
+from spatialdl.spatial.random import scope
 from spatialdl.spatial.recompute import WEIGHTS, is_recomputed, recompute, weight_layers
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import DisableTorchFunction, tree_leaves

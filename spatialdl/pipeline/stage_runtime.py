@@ -13,15 +13,15 @@ from spatialdl.comm.across import Across
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
-from spatialdl.parallel.layout import Layout
-from spatialdl.parallel.placement import Placement, Position
+from spatialdl.layout.layout import Layout
+from spatialdl.layout.placement import Placement, Position
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.own_tile import Criterion, OwnTile, TileRegion
 from spatialdl.pipeline.shapes import Border, Passing, over_ranks, own_samples
 from spatialdl.pipeline.simulate import Action
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.pipeline.virtual_tiles import Made, VirtualTiles
-from spatialdl.streaming.memory import Memory
+from spatialdl.spatial.streaming.memory import Memory
 
 
 @dataclass

@@ -12,11 +12,11 @@ from torch import nn
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.forward_state import ForwardState
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
 from spatialdl.pipeline.statistics import SliceStatistics
-from spatialdl.random import keyed
+from spatialdl.spatial.random import keyed
 from spatialdl.spatial.replicas import BatchNormOver
 
 

@@ -15,13 +15,13 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import Layout, by, image_shape
+from spatialdl.layout.axes import Axes
+from spatialdl.layout.layout import Layout, by, image_shape
 from spatialdl.pipeline.own_tile import TileRegion
 from spatialdl.pipeline.steps import IMAGE
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
+from spatialdl.spatial.streaming.memory import Memory, memory_within
 from spatialdl.spatial.tensor import SpatialTensor
-from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.torch_internals import tree_flatten, tree_map, tree_unflatten
 
 

@@ -16,14 +16,14 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import virtual_ranks
-from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import Box, Layout, finer_parts, last_slices
+from spatialdl.layout.axes import Axes
+from spatialdl.layout.layout import Box, Layout, finer_parts, last_slices
 from spatialdl.pipeline.own_tile import Criterion, MadeOfTile, OwnTile, Shapes, TileRegion
 from spatialdl.pipeline.steps import Value
-from spatialdl.random.drawing import OnThreads
+from spatialdl.spatial.random.drawing import OnThreads
 from spatialdl.spatial.split import as_image, from_local
+from spatialdl.spatial.streaming.memory import Memory
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
-from spatialdl.streaming.memory import Memory
 from spatialdl.torch_internals import foreach_div_, reparametrize_module, tree_map
 
 

@@ -23,7 +23,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.world import start_world
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 from spatialdl.planning.ledger import Ledger, RankOperation
 
 aten = torch.ops.aten

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.tensor import ChannelTensor, on_tile
-from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.dry import Talk, record_talks
 from spatialdl.errors import UnsupportedSpatialOp
@@ -25,8 +23,10 @@ from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
 from spatialdl.planning.ledger import Ledger, Phase, RankOperation, taken
 from spatialdl.planning.peaks import Lives, lives, lives_between
+from spatialdl.planning.preflight import dry_loss
 from spatialdl.planning.program import DividedStage, LargestTile, NetworkParts, Program, local
-from spatialdl.random import keyed
+from spatialdl.spatial.channels.tensor import ChannelTensor, on_tile
+from spatialdl.spatial.random import keyed
 
 
 class Output(NamedTuple):

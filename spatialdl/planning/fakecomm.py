@@ -15,14 +15,14 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from spatialdl.checking.preflight import Preflight, preflight
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.layout import by, even_bounds
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.layout import by, even_bounds
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.simulate import Schedule
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import Prediction, predict
+from spatialdl.planning.preflight import Preflight, preflight
 from spatialdl.planning.setup import (
     cluster_file,
     cluster_named,

@@ -17,7 +17,7 @@ from spatialdl.pipeline.steps import Value
 from spatialdl.planning.costs import NetworkCosts, between, count, with_stage
 from spatialdl.planning.ledger import Ledger, RankOperation
 from spatialdl.planning.program import DividedStage, Program
-from spatialdl.streaming.sizes import ImageSizes, sizes_of
+from spatialdl.spatial.streaming.sizes import ImageSizes, sizes_of
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
 Recompute = Literal["none", "block", "stage"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from spatialdl.parallel.layout import by
-from spatialdl.parallel.placement import Placement, Position
-from spatialdl.text import width
+from spatialdl.common.text import width
+from spatialdl.layout.layout import by
+from spatialdl.layout.placement import Placement, Position
 from spatialdl.training.console.run_log import ranks_text
 
 WIDEST = 98

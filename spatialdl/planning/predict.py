@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.gradients import stage_ranks
 from spatialdl.pipeline.simulate import (
     Action,

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.tensor import ChannelTensor, whole_of
-from spatialdl.channels.weights import divide, uses_of, whole_outputs
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh, dry_mesh
-from spatialdl.parallel.layout import Layout, finer_grid, finer_parts
+from spatialdl.layout.layout import Layout, finer_grid, finer_parts
 from spatialdl.pipeline.partition import (
     StepCosts,
     cannot_cut,
@@ -30,8 +28,10 @@ from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.shapes import Border, border_values
 from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain, values_in
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of
-from spatialdl.random import keyed
+from spatialdl.spatial.channels.tensor import ChannelTensor, whole_of
+from spatialdl.spatial.channels.weights import divide, uses_of, whole_outputs
 from spatialdl.spatial.meta import computed_attributes, meta_copy
+from spatialdl.spatial.random import keyed
 from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import tree_leaves

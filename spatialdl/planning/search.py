@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from spatialdl.comm.trace import Span
-from spatialdl.parallel.layout import by, nearly_cubic
+from spatialdl.layout.layout import by, nearly_cubic
 from spatialdl.pipeline.simulate import describe
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob, Recompute

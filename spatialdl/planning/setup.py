@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from spatialdl.channels.weights import check_plan
-from spatialdl.configuring.own_keys import fit_model_keys
+from spatialdl.common.configuring.own_keys import fit_model_keys
 from spatialdl.data.image_source import whole_box
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.search import Row, limit, search, table
+from spatialdl.spatial.channels.weights import check_plan
 from spatialdl.spatial.split import gather_before
 from spatialdl.training.checks import check_config
 from spatialdl.training.layouts import AUTO

@@ -8,8 +8,8 @@ from math import ceil, prod
 from typing import Literal
 
 from spatialdl.comm.dry import Axis
-from spatialdl.parallel.layout import by
-from spatialdl.parallel.placement import Placement, Position
+from spatialdl.layout.layout import by
+from spatialdl.layout.placement import Placement, Position
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.planning.cluster import Cluster

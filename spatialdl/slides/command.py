@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from spatialdl.comm.launch import launched
+from spatialdl.common.text import counted, print_lines, readable_bytes
 from spatialdl.data.folder import ResumableFolder, holds_results
 from spatialdl.data.options import stripe_files
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
@@ -29,7 +30,6 @@ from spatialdl.slides.cohort.leaks import check_duplicates, check_patients, chec
 from spatialdl.slides.finding.regions import BACKGROUND
 from spatialdl.slides.inspecting import inspect, verify
 from spatialdl.slides.reading.paths import slide_bytes
-from spatialdl.text import counted, print_lines, readable_bytes
 
 _OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
 _TERMINATED = 143

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from spatialdl.common.text import aligned, counted, fitted, readable_bytes
 from spatialdl.data.folder import COORDS
 from spatialdl.data.format import MANIFEST, Manifest, sha256_of, shard_status
 from spatialdl.data.samples import RegionSample, ShardInfo, VolumeSample
 from spatialdl.errors import ShardError, SlideError
-from spatialdl.parallel.layout import spatial_names
+from spatialdl.layout.layout import spatial_names
 from spatialdl.slides.batch.record import SlideRecord
 from spatialdl.slides.batch.resume import names_in
 from spatialdl.slides.reading.opening import PLAIN_SUFFIXES
 from spatialdl.slides.reading.paths import SLIDE_SUFFIXES, series_at, slide_bytes, slides_among
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.resolution import mpp_of, power_of
-from spatialdl.text import aligned, counted, fitted, readable_bytes
 
 _HEADS = ("slide", "format", "rows", "columns", "mpp", "power", "levels", "file")
 _LEVEL_HEADS = ("level", "rows", "columns", "downsample", "mpp", "tile", "read")

@@ -24,7 +24,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import move, move_back, shape_of
-from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds, last_slices
+from spatialdl.layout.layout import Box, Layout, empty_box, even_bounds, last_slices
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.pooled_windows import with_rows, without_rows

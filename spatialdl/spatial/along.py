@@ -3,7 +3,7 @@
 Sorting, cumulative sums and order statistics; gathering and scattering; one-hot maps; pointwise
 functions of torch.nn.functional that need a handler. Most pointwise operations need none: PyTorch
 tags them, and they run on the tiles. Dropout and random numbers: each rank draws those of its own
-pixels by `spatialdl.random`, and whole channels are dropped consistently on all ranks.
+pixels by `spatialdl.spatial.random`, and whole channels are dropped consistently on all ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.reduce import max_over_ranks
-from spatialdl.random.generator import TensorRegion
-from spatialdl.random.plain import Drawing, random_functions
-from spatialdl.random.streams import next_key
 from spatialdl.spatial.norm import check_channels
 from spatialdl.spatial.operands import lift, own_box_of
+from spatialdl.spatial.random.generator import TensorRegion
+from spatialdl.spatial.random.plain import Drawing, random_functions
+from spatialdl.spatial.random.streams import next_key
 from spatialdl.spatial.span import checked, dims_of, on_meta, positions, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile

@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.random.plain import (
+from spatialdl.spatial.blockwise import Dropped, Scores
+from spatialdl.spatial.contract import SplitLetters, bring_operand, contract
+from spatialdl.spatial.random.plain import (
     attention,
     attention_of_whole,
     check_probability,
     explicit_attention,
 )
-from spatialdl.random.streams import next_key
-from spatialdl.spatial.blockwise import Dropped, Scores
-from spatialdl.spatial.contract import SplitLetters, bring_operand, contract
+from spatialdl.spatial.random.streams import next_key
 from spatialdl.spatial.ring import Ring, folded_attention, ring_attention
 from spatialdl.spatial.span import positions_of
 from spatialdl.spatial.table import refusal, register_op

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.random.generator import TensorRegion, keep_mask
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
+from spatialdl.spatial.random.generator import TensorRegion, keep_mask
 
 # --- PyTorch's fused kernels that return the log-sum-exp, by device type; they support a scale, no
 # bias, causal mask or dropout here

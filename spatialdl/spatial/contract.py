@@ -27,7 +27,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import repartition
-from spatialdl.parallel.layout import Bounds, Box, Layout
+from spatialdl.layout.layout import Bounds, Box, Layout
 from spatialdl.spatial.by_parts import by_parts
 from spatialdl.spatial.dims import SpatialDims, from_image, to_image
 from spatialdl.spatial.operands import cut

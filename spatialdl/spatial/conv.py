@@ -24,7 +24,8 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import add_up, empty_for, rooms_back
-from spatialdl.parallel.layout import Window
+from spatialdl.common.text import counted
+from spatialdl.layout.layout import Window
 from spatialdl.spatial.halo_geometry import Edge, TileGeometry, tile_geometry
 from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
@@ -37,7 +38,6 @@ from spatialdl.spatial.window import (
     window_move,
 )
 from spatialdl.spatial.window_function import Convolution, conv_of_window
-from spatialdl.text import counted
 
 # --- without neighbours
 

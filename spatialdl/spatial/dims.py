@@ -26,7 +26,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.layout import Box, spatial_names
+from spatialdl.layout.layout import Box, spatial_names
 
 
 class SpatialDims(NamedTuple):

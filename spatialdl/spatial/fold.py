@@ -14,7 +14,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition
-from spatialdl.parallel.layout import Layout, Window, by, needed_boxes
+from spatialdl.layout.layout import Layout, Window, by, needed_boxes
 from spatialdl.spatial.dims import are_tokens, image_dims, token_dims
 from spatialdl.spatial.reindex import apart_dims, fetch
 from spatialdl.spatial.sharing import share

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spatialdl.comm.boxed import BoxedTensor
 from spatialdl.comm.repartition import shape_of
-from spatialdl.parallel.layout import Bounds, Box, Layout, Window, last_slices
+from spatialdl.layout.layout import Bounds, Box, Layout, Window, last_slices
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
-from spatialdl.parallel.layout import Bounds, Box, Layout
+from spatialdl.layout.layout import Bounds, Box, Layout
 from spatialdl.spatial.dims import SpatialDims, image_dims, whole_tokens
 from spatialdl.spatial.operands import lift
 from spatialdl.spatial.picking import blocks, picked

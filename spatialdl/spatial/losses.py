@@ -18,10 +18,10 @@ from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import differentiable_sum
-from spatialdl.parallel.layout import image_shape
-from spatialdl.random.composite import inside
+from spatialdl.layout.layout import image_shape
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
+from spatialdl.spatial.random.composite import inside
 from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile

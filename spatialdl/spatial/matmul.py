@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import differentiable_sum
-from spatialdl.parallel.layout import Interval
+from spatialdl.layout.layout import Interval
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.contract import contract
 from spatialdl.spatial.dims import SpatialDims

@@ -21,7 +21,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.layout import image_shape
+from spatialdl.layout.layout import image_shape
 from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.constants import constant
 from spatialdl.spatial.span import on_meta, split_dims, without_dims

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spatialdl.parallel.layout import Interval
-from spatialdl.random.composite import inside
+from spatialdl.layout.layout import Interval
 from spatialdl.spatial.agreed import leave_alone
 from spatialdl.spatial.dims import SpatialDims, apart
+from spatialdl.spatial.random.composite import inside
 from spatialdl.spatial.table import any_other, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
 from spatialdl.torch_internals import tree_flatten, tree_map

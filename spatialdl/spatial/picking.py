@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.parallel.layout import Layout
+from spatialdl.layout.layout import Layout
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.span import positions_in

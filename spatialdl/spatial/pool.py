@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.reduce import differentiable_sum
-from spatialdl.parallel.layout import Layout, Window
+from spatialdl.layout.layout import Layout, Window
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.repartition import empty_for, move_back
-from spatialdl.parallel.layout import Box, Window
+from spatialdl.layout.layout import Box, Window
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.window import WindowMove, read_window
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
-from spatialdl.parallel.layout import Bounds, Box, Layout
+from spatialdl.layout.layout import Bounds, Box, Layout
 from spatialdl.spatial.autocast import padded_as
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.reindex import (

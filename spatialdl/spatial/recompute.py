@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.replay import ReplayTape
-from spatialdl.random.drawing import same_again
 from spatialdl.spatial import replicas
+from spatialdl.spatial.random.drawing import same_again
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import top_saved_tensors_hooks, tree_leaves, tree_map_only
 

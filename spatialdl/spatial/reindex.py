@@ -19,7 +19,7 @@ from torch import Tensor
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition, view_of
-from spatialdl.parallel.layout import Bounds, Box, Layout, spatial_names, strided_bounds
+from spatialdl.layout.layout import Bounds, Box, Layout, spatial_names, strided_bounds
 from spatialdl.spatial.dims import from_image, image_dims, to_image
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.table import refusal

@@ -19,7 +19,7 @@ from torch import Tensor
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition
-from spatialdl.parallel.layout import Box, Interval, Layout, even_bounds
+from spatialdl.layout.layout import Box, Interval, Layout, even_bounds
 from spatialdl.spatial.dims import SpatialDims, unmerged
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile

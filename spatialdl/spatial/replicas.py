@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.random.composite import inside
 from spatialdl.spatial.norm import StatisticsOver, in_order_of_torch, trained
+from spatialdl.spatial.random.composite import inside
 from spatialdl.spatial.tensor import SpatialTensor
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)

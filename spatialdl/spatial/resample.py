@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.parallel.layout import (
+from spatialdl.layout.layout import (
     Bounds,
     Box,
     Layout,

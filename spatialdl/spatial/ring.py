@@ -28,7 +28,7 @@ from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.replay import aside, once
 from spatialdl.comm.single_process import Completed
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.blockwise import Scores, backward_block, combined, forward_block
 

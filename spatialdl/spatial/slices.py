@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
-from spatialdl.parallel.layout import Box, Layout, last_slices
+from spatialdl.layout.layout import Box, Layout, last_slices
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.operands import own_box_of
 from spatialdl.spatial.picking import picked

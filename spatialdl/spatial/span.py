@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import differentiable_sum, max_over_ranks, sum_over_ranks
-from spatialdl.parallel.layout import Box, Layout
+from spatialdl.layout.layout import Box, Layout
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op

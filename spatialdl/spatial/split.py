@@ -13,7 +13,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import move, view_of
-from spatialdl.parallel.layout import Layout, by, image_shape
+from spatialdl.layout.layout import Layout, by, image_shape
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 from spatialdl.torch_internals import tree_map

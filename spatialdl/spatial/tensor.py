@@ -30,8 +30,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.layout import Layout
-from spatialdl.random.composite import inside
+from spatialdl.layout.layout import Layout
 from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import (
@@ -42,6 +41,7 @@ from spatialdl.spatial.dims import (
     samples_of,
     to_image,
 )
+from spatialdl.spatial.random.composite import inside
 from spatialdl.spatial.sharing import Family, check_lines, check_write, note_tile, note_view, share
 from spatialdl.spatial.table import (
     HANDLERS,

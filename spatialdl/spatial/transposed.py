@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.parallel.layout import Box, Layout, Window, by, transposed_boxes
+from spatialdl.layout.layout import Box, Layout, Window, by, transposed_boxes
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
 from spatialdl.spatial.window import autocast_cast, check_image, per_dim
 from spatialdl.spatial.window_function import apply_to_window, per_channel, stride_for

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spatialdl.parallel.layout import Bounds, Layout
+from spatialdl.layout.layout import Bounds, Layout
 from spatialdl.spatial.dims import SpatialDims, View, regroup
 from spatialdl.spatial.reorder import reordered
 from spatialdl.spatial.sharing import share

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.mesh import Mesh
-from spatialdl.parallel.layout import Layout
-from spatialdl.random.composite import inside
+from spatialdl.layout.layout import Layout
 from spatialdl.spatial.dims import SpatialDims, samples_of
 from spatialdl.spatial.norm import StatisticsOver
+from spatialdl.spatial.random.composite import inside
 from spatialdl.spatial.table import HANDLERS, refusal, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, above_split
 from spatialdl.torch_internals import (

@@ -12,7 +12,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, view_of
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.layout import (
+from spatialdl.layout.layout import (
     Layout,
     Window,
     by,

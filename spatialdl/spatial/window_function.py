@@ -22,7 +22,7 @@ from spatialdl.comm.repartition import (
     room_for_window,
     view_of,
 )
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.window import empty_output, holds_all, read_window
 

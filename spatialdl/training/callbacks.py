@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from spatialdl.configuring.plugins import Plugin, check_names, plugins_of
+from spatialdl.common.configuring.plugins import Plugin, check_names, plugins_of
 
 if TYPE_CHECKING:
     from torch import nn

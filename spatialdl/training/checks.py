@@ -9,9 +9,9 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.waiting import check_timeout
-from spatialdl.configuring.values import check_values
+from spatialdl.common.configuring.values import check_values
 from spatialdl.data.normalisation import Normalisation
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.training.callbacks import callback_plugins
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers import check_loggers

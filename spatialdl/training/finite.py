@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import shard_of
 from spatialdl.errors import NotFinite
 from spatialdl.pipeline.own_tile import Criterion
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.simulate import Action
+from spatialdl.spatial.channels.tensor import ChannelTensor
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import tree_leaves
 from spatialdl.training.checkpoints.content import random_states, restore_random

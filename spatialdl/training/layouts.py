@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig, ListConfig
 
-from spatialdl.parallel.layout import by, spatial_names
-from spatialdl.parallel.partition import FORMS
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.layout import by, spatial_names
+from spatialdl.layout.partition import FORMS
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.layout_checks import check_shardable
 from spatialdl.pipeline.schedule import GEMS, make_schedule
 from spatialdl.pipeline.simulate import Schedule, repeated

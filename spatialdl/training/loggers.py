@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.text import without_passwords
+from spatialdl.common.text import without_passwords
 
 if TYPE_CHECKING:
     import numpy as np

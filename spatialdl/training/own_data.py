@@ -10,8 +10,8 @@ import hydra.utils
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.configuring.own_keys import named
-from spatialdl.configuring.plugins import describe_cause
+from spatialdl.common.configuring.own_keys import named
+from spatialdl.common.configuring.plugins import describe_cause
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.sample_forms import SampleForm, shown

@@ -11,7 +11,7 @@ from spatialdl.comm.device_path import device_of
 from spatialdl.comm.processes import Nodes
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.views import Views
-from spatialdl.parallel.node_order import placed_by_nodes
+from spatialdl.layout.node_order import placed_by_nodes
 from spatialdl.pipeline.layout_checks import check_samples
 from spatialdl.training.layouts import (
     AUTO,

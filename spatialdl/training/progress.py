@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from spatialdl.common.text import counted
 from spatialdl.data import fields
 from spatialdl.errors import CheckpointError
-from spatialdl.text import counted
 
 
 class TrainingProgress:

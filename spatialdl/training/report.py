@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.pages.writing import as_data, as_svg, save_page
-from spatialdl.text import readable_bytes, without_passwords
+from spatialdl.common.pages import as_data, as_svg, save_page
+from spatialdl.common.text import readable_bytes, without_passwords
 from spatialdl.training.console.validation_table import (
     SHARES,
     class_rows,

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
+from spatialdl.common.text import counted, readable_bytes
 from spatialdl.data.shard_usage import (
     ShardUsage,
     combined_usage,
@@ -27,7 +28,6 @@ from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.local_disk import DiskSpace, find_disk, is_local
 from spatialdl.data.staging.process import CopierProcess
 from spatialdl.errors import ShardError
-from spatialdl.text import counted, readable_bytes
 from spatialdl.training.progress import TrainingProgress
 from spatialdl.training.rank_loader import RankLoader
 

@@ -14,10 +14,10 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from spatialdl.comm.across import Across, GivenUp
-from spatialdl.parallel.layout import by
-from spatialdl.parallel.placement import Placement
-from spatialdl.streaming.memory import Memory
-from spatialdl.streaming.sizes import ImageSizes, sizes_of, stored, tiles_within
+from spatialdl.layout.layout import by
+from spatialdl.layout.placement import Placement
+from spatialdl.spatial.streaming.memory import Memory
+from spatialdl.spatial.streaming.sizes import ImageSizes, sizes_of, stored, tiles_within
 from spatialdl.training.console.progress import has_terminal, progress_bar
 from spatialdl.training.layouts import AUTO, placement_of, refuse
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 
-from spatialdl.integrations.lightning import SpatialStrategy
-from tests.mpi.integrations.modules import fitted
+from spatialdl.training.lightning import SpatialStrategy
+from tests.mpi.training.lightning_modules import fitted
 
 
 def trained(strategy: SpatialStrategy | str, folder: Path) -> L.Trainer:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import ROOT, SP_PP, Job, answer, run, steps
-from tests.predicting.runs import NETWORK, train, write_slide
+from tests.inference.predicting.runs import NETWORK, train, write_slide
 from tests.training.checkpoints.runs import checkpoints, losses, table
 
 SLURM = ROOT / "examples" / "slurm"

@@ -9,7 +9,7 @@ from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.comm.replay import ReplayTape, aside, exchange_once, once, replaying
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 
 
 def test_what_would_be_said_is_noted_while_somebody_listens():

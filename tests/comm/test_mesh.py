@@ -22,7 +22,7 @@ from spatialdl.comm.gradients import Reducer, Replicated, buckets
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.mesh import dry_mesh, init_mesh, stage_mesh
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.placement import Placement, Position
+from spatialdl.layout.placement import Placement, Position
 from tests.comm.programs import run
 
 

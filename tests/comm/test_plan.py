@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spatialdl.comm.boxed import owners_of
 from spatialdl.comm.plan import MessageSizes, Piece, Plan
-from spatialdl.parallel.layout import Box, Layout, empty_box
+from spatialdl.layout.layout import Box, Layout, empty_box
 
 SIZE = (2, 7, 6)
 

@@ -24,7 +24,7 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import Virtual, virtual_ranks
 from spatialdl.errors import CommMismatch
-from spatialdl.parallel.layout import Box
+from spatialdl.layout.layout import Box
 
 
 def on(count: int, work: Callable[[Virtual], Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.jpeg import Streams, decode, encode
 from spatialdl.errors import SlideError
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.layout.layout import even_bounds
 from tests.data.conftest import noise, picture
 
 CHUNK = (32, 48)

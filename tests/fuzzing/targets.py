@@ -24,11 +24,11 @@ from spatialdl.data.targets import match_targets, read_targets
 from spatialdl.data.writer import ShardWriter
 from spatialdl.errors import CheckpointError, ShardError
 from spatialdl.export import export
-from spatialdl.predicting.cutting import cutting_of
-from spatialdl.predicting.inputs import shard_inputs
-from spatialdl.predicting.network import Network
-from spatialdl.predicting.records import PredictionRecord
-from spatialdl.predicting.trained import find_trained
+from spatialdl.inference.predicting.cutting import cutting_of
+from spatialdl.inference.predicting.inputs import shard_inputs
+from spatialdl.inference.predicting.network import Network
+from spatialdl.inference.predicting.records import PredictionRecord
+from spatialdl.inference.predicting.trained import find_trained
 from spatialdl.slides.batch.labels import read_labels
 from spatialdl.slides.batch.record import PartRecord, SlideRecord, load_part, save_part
 from spatialdl.slides.batch.report import TilingReport
@@ -41,7 +41,7 @@ from spatialdl.training.checkpoints.content import restore_random
 from spatialdl.training.checkpoints.folder import SEAL, sealed
 from spatialdl.training.checkpoints.reading import Checkpoint
 from tests.fuzzing.child import Target
-from tests.predicting.runs import command, train
+from tests.inference.predicting.runs import command, train
 
 
 def pixels(rows: int, cols: int, seed: int = 0) -> Any:

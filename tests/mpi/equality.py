@@ -19,8 +19,8 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl import Mesh, average_gradients, init_mesh, shard
-from spatialdl.random import keyed
 from spatialdl.spatial import SpatialTensor
+from spatialdl.spatial.random import keyed
 from tests.mpi.device import DEVICE, CarriedOver
 
 TOLERANCE = 1e-9

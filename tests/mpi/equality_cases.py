@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.schedule import GEMS
 
 MOST_RANKS = {"resnet18": 3, "amoebanet_d": 2, "resnet50": 2, "resnet110_v2": 2, "swin": 1}

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, unet, unet3d, vit
-from spatialdl.random import scope
-from tests.mpi.channels.networks import Layer, Swin
+from spatialdl.spatial.random import scope
 from tests.mpi.sample_networks import SAMPLE_NETWORKS
+from tests.mpi.spatial.channels.networks import Layer, Swin
 from tests.mpi.stateful_networks import STATEFUL
 
 

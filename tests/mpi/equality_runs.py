@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from spatialdl import from_local
 from spatialdl.comm.mesh import Mesh
 from spatialdl.data.format import UNLABELLED
+from spatialdl.layout.layout import even_bounds
 from spatialdl.models import VisionTransformer
-from spatialdl.parallel.layout import even_bounds
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import TileRegion
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
-from spatialdl.random import keyed, scope
-from spatialdl.streaming.memory import memory_within
+from spatialdl.spatial.random import keyed, scope
+from spatialdl.spatial.streaming.memory import memory_within
 from spatialdl.training.tasks.losses import segmentation_loss
 from spatialdl.training.tasks.task import Task
 from tests.mpi.device import DEVICE, REFERENCE

@@ -7,7 +7,7 @@ from torch import Tensor
 from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.communicator import Communicator, UnderWay
 from spatialdl.comm.plan import Plan
-from spatialdl.parallel.layout import Box, empty_box
+from spatialdl.layout.layout import Box, empty_box
 
 
 def start_send(comm: Communicator, view: Tensor, rank: int, tag: int) -> UnderWay:

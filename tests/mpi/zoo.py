@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spatialdl.checking.network import switch_off_dropout
+from spatialdl.spatial.checking.network import switch_off_dropout
 
 ODD = (70, 93)
 EVEN = (96, 80)

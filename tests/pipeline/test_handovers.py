@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.gradients import stage_groups
 from spatialdl.pipeline.handovers import MOST_LANES, keeps_order, lanes_of
 from spatialdl.pipeline.schedule import make_schedule

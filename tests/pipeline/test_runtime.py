@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import Layout
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.axes import Axes
+from spatialdl.layout.layout import Layout
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.batch_loss import Width, check_forwards_first
 from spatialdl.pipeline.layout_checks import check_samples
 from spatialdl.pipeline.options import PipelineOptions
@@ -27,7 +27,7 @@ from spatialdl.pipeline.schedule import gpipe, make_schedule, one_f_one_b
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.pipeline.steps import IMAGE
-from spatialdl.random import checkpoint_contexts
+from spatialdl.spatial.random import checkpoint_contexts
 
 
 class Checkpointed(nn.Module):

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.comm.repartition import view_of
-from spatialdl.parallel.layout import Layout
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.layout import Layout
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline import autocast
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import Border, HandoverShapes, SplitShape

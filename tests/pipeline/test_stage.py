@@ -16,7 +16,7 @@ from spatialdl.pipeline.stage import (
     rest_in_training,
     start_training,
 )
-from spatialdl.random import keyed, scope
+from spatialdl.spatial.random import keyed, scope
 from spatialdl.spatial.recompute import recompute_blocks
 from tests.pipeline.cutting import run_in_turn
 

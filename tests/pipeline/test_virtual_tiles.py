@@ -19,12 +19,12 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import CommMismatch
+from spatialdl.layout.axes import Axes
+from spatialdl.layout.layout import Layout
+from spatialdl.layout.placement import Placement
 from spatialdl.models.resnet import resnet18
 from spatialdl.models.unet import unet, unet3d
 from spatialdl.models.vit import VisionTransformer
-from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import Layout
-from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import TileRegion
 from spatialdl.pipeline.partition import cut
@@ -35,8 +35,8 @@ from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
-from spatialdl.streaming.memory import Memory
-from spatialdl.streaming.store import DiskStore
+from spatialdl.spatial.streaming.memory import Memory
+from spatialdl.spatial.streaming.store import DiskStore
 from spatialdl.training.tasks.losses import segmentation_loss
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from spatialdl.planning.setup import cluster_file, cluster_named, job_of
 from spatialdl.training.layouts import placement_of, schedule_of
 from tests.composing import composed
 
-REFUSED = "tests.checking.test_preflight.Refused"
+REFUSED = "tests.planning.test_preflight.Refused"
 """A network that is right on whole images alone."""
 SMALL = ["model.width=4", "data.image_size=[65,48]", "data.batch_size=6", "debug=fakecomm"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.planning.layout_text import DRAWN, WIDEST, draw_layout
 
 SP_PP = """

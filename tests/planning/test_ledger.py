@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from spatialdl.comm.mesh import dry_mesh
-from spatialdl.parallel.layout import Layout
+from spatialdl.layout.layout import Layout
 from spatialdl.planning.ledger import PAGE, Ledger
 from spatialdl.spatial.tensor import SpatialTensor
 

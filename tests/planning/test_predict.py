@@ -8,7 +8,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import CannotWork

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spatialdl.layout.layout import Layout
 from spatialdl.models import resnet18, unet
-from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import borders
 from spatialdl.pipeline.stage import Stage

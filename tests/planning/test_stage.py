@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.mesh import dry_mesh
+from spatialdl.layout.placement import Placement
 from spatialdl.models import unet
-from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import HandoverShapes
@@ -22,9 +21,10 @@ from spatialdl.pipeline.steps import IMAGE
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import CannotWork, PlannedJob
 from spatialdl.planning.ledger import Ledger
+from spatialdl.planning.preflight import dry_loss
 from spatialdl.planning.stage import stage_costs
-from spatialdl.random import keyed
 from spatialdl.spatial.meta import meta_copy
+from spatialdl.spatial.random import keyed
 
 ONE = (1, 1)
 PIXELS = 10 * 7

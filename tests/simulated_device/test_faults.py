@@ -94,7 +94,7 @@ waiting.limit_waits({SECONDS})
 world = start_world("mpi")
 from tests.mpi.device import put_on
 device = put_on(world)
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.pipeline.options import PipelineOptions

@@ -11,13 +11,13 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import spatialdl
+from spatialdl.cli import start
 from spatialdl.comm.launch import LaunchInfo
-from spatialdl.commands import start
 from spatialdl.data.batches import Slice
 from spatialdl.data.loader import DeviceCopy, Loader
 from spatialdl.pipeline.streamed import memory_of
-from spatialdl.streaming.device_store import CHUNK, DeviceDiskStore, PinnedStore
-from spatialdl.streaming.memory import Memory, memory_within
+from spatialdl.spatial.streaming.device_store import CHUNK, DeviceDiskStore, PinnedStore
+from spatialdl.spatial.streaming.memory import Memory, memory_within
 from spatialdl.training.peak_memory import peak_memory_mb
 from tests.data.numbers import WHOLE, batching, contents, views
 
@@ -47,7 +47,7 @@ def test_bytes_come_back(store, delays):
 
 
 def test_what_is_longer_than_a_piece_of_pinned_memory(monkeypatch):
-    monkeypatch.setattr("spatialdl.streaming.device_store.CHUNK", 2**16)
+    monkeypatch.setattr("spatialdl.spatial.streaming.device_store.CHUNK", 2**16)
     store, whole = PinnedStore(torch.device("sim")), torch.arange(3 * 2**14, device="sim")
     first = store.put(torch.zeros(1000, device="sim").untyped_storage())
     slot = store.put(whole.untyped_storage())

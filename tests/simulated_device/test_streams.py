@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.random import keyed
+from spatialdl.spatial.random import keyed
 from tests.simulated_device.device_aware_mpi import device_aware_mpi
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spatialdl.comm.plan import plan_for
-from spatialdl.parallel.layout import needed_boxes
+from spatialdl.layout.layout import needed_boxes
 from spatialdl.spatial.halo_geometry import cut_dim
 from spatialdl.spatial.resample import interpolation_weights
 

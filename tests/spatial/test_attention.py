@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from spatialdl.random import keyed
-from spatialdl.random.plain import attention_of_whole
-from spatialdl.random.streams import next_key
 from spatialdl.spatial.blockwise import (
     KERNELS,
     Dropped,
@@ -20,6 +17,9 @@ from spatialdl.spatial.blockwise import (
     forward_block,
     kernel_for,
 )
+from spatialdl.spatial.random import keyed
+from spatialdl.spatial.random.plain import attention_of_whole
+from spatialdl.spatial.random.streams import next_key
 
 B, HEADS, L, S, E = 2, 4, 37, 29, 8
 PARTS = (slice(0, 11), slice(11, 11), slice(11, 12), slice(12, S))

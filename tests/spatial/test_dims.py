@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from spatialdl.parallel.layout import last_slices
+from spatialdl.layout.layout import last_slices
 from spatialdl.spatial.dims import (
     SpatialDims,
     from_image,

@@ -11,7 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spatialdl.parallel.layout import Window, even_bounds, strided_bounds
+from spatialdl.layout.layout import Window, even_bounds, strided_bounds
 from spatialdl.spatial.halo_geometry import Cut, Strip, cut_dim
 from spatialdl.spatial.transposed import TransposedConvolution
 from spatialdl.spatial.window_function import Convolution

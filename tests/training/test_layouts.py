@@ -6,8 +6,8 @@ import sys
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.configuring.keys import groups
-from spatialdl.parallel.placement import Placement
+from spatialdl.common.configuring.keys import groups
+from spatialdl.layout.placement import Placement
 from spatialdl.training.layouts import (
     check_batch,
     check_image,

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import DictConfig
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.configuring.overrides import check_overrides
-from spatialdl.configuring.own_keys import rewritten
+from spatialdl.common.configuring.overrides import check_overrides
+from spatialdl.common.configuring.own_keys import rewritten
 from spatialdl.data import ShardWriter
 from spatialdl.data.shards import ShardDataset
 from spatialdl.training.own_data import check_same_samples

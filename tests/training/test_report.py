@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spatialdl.pages.writing import as_svg
-from spatialdl.text import readable_bytes
+from spatialdl.common.pages import as_svg
+from spatialdl.common.text import readable_bytes
 from spatialdl.training.pictures.curves import MOST_POINTS, draw_curves, draw_metrics, thinned
 from spatialdl.training.report import save_report
 from spatialdl.training.reporter import Reporter

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from spatialdl.comm.across import GivenUp
 from spatialdl.models import resnet18, wide_view
-from spatialdl.streaming.memory import Memory
-from spatialdl.streaming.store import DiskStore
+from spatialdl.spatial.streaming.memory import Memory
+from spatialdl.spatial.streaming.store import DiskStore
 from spatialdl.training import signals
 from spatialdl.training.checks import check_config
 from spatialdl.training.console.progress import TERMINAL

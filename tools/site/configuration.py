@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from spatialdl.configuring.keys import (
+from spatialdl.common.configuring.keys import (
     CONF,
     Key,
     about,

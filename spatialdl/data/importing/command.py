@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spatialdl.common.text import counted, positive_int
 from spatialdl.data.codec import CODECS, LEVEL
 from spatialdl.data.format import Manifest
 from spatialdl.data.importing.clam import import_clam
 from spatialdl.data.importing.image_folder import BrokenImagesError, import_images
 from spatialdl.data.importing.volumes import import_volumes
 from spatialdl.data.options import add_shard_options
-from spatialdl.text import counted, positive_int
 
 _OK, _FAILED = 0, 1
 _SETTINGS = (*("codec", "quality", "level", "shard_size", "mpp", "overwrite", "stripes"),)

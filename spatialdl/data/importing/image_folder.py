@@ -22,6 +22,7 @@ from typing import Any
 import numpy.typing as npt
 from tqdm import tqdm
 
+from spatialdl.common.text import counted
 from spatialdl.data.bag_labels import SlideRow, read_bag_labels
 from spatialdl.data.format import Kind
 from spatialdl.data.importing.images import (
@@ -35,7 +36,6 @@ from spatialdl.data.importing.images import (
 )
 from spatialdl.data.slide_table import IMAGE_COLUMNS, SLIDE_COLUMNS, PathIndex
 from spatialdl.data.writer import ShardWriter
-from spatialdl.text import counted
 
 Loaded = npt.NDArray[Any] | BrokenImageError
 

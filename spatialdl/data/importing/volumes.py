@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from spatialdl.common.text import counted
 from spatialdl.data.bag_labels import label_slides
 from spatialdl.data.format import volume_chunk
 from spatialdl.data.image_source import DTYPES, whole_box
@@ -31,7 +32,6 @@ from spatialdl.data.importing.volume_files.volume import StoredVolume
 from spatialdl.data.region_shard import OtherTypeError
 from spatialdl.data.volume_geometry import VolumeTurn, orientation_of
 from spatialdl.data.writer import ShardWriter
-from spatialdl.text import counted
 
 _AS_STORED = VolumeTurn()
 _APART = 0.1

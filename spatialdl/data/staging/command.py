@@ -18,13 +18,13 @@ from types import FrameType
 
 from tqdm import tqdm
 
+from spatialdl.common.text import counted, positive_int, readable_bytes, size_in_bytes
 from spatialdl.data.format import MANIFEST, Manifest, shard_status
 from spatialdl.data.saving import apply_umask, fsync_folder, replacing
 from spatialdl.data.staging.cache import NodeCache, local_name
 from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
 from spatialdl.data.staging.local_disk import DiskSpace
 from spatialdl.errors import ShardError
-from spatialdl.text import counted, positive_int, readable_bytes, size_in_bytes
 
 _NAMED = 3  # faults reported in full
 

@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import spatialdl
+from spatialdl.common.text import readable_bytes
 from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import NodeCache
 from spatialdl.data.staging.copier import Order, ShardEvent
-from spatialdl.text import readable_bytes
 
 log = logging.getLogger("spatialdl.data")
 

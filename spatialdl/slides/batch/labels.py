@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from spatialdl.common.text import counted
 from spatialdl.data.slide_table import SPLIT, PathIndex, read_table
 from spatialdl.slides.reading.paths import slide_addresses, slide_aliases, slide_name
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
-from spatialdl.text import counted
 
 LABEL, MPP = "label", "mpp"
 SPLITS = ("train", "val", "test")

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from spatialdl.common.text import positive_int, size_in_bytes
 from spatialdl.data.codec import CODECS
 from spatialdl.data.options import add_shard_options
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
 from spatialdl.slides.finding.regions import BACKGROUND
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
-from spatialdl.text import positive_int, size_in_bytes
 
 FORMATS = ("shards", "coords")
 UNLABELLED = ("error", "skip")

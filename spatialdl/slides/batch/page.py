@@ -14,11 +14,11 @@ from urllib.parse import quote
 from PIL import Image
 from tqdm import tqdm
 
-from spatialdl.pages.writing import save_page
+from spatialdl.common.pages import save_page
+from spatialdl.common.text import counted
 from spatialdl.slides.batch.picture import LEGEND, preview_name
 from spatialdl.slides.batch.report import STATUSES, TilingReport, by_status, totals
 from spatialdl.slides.cutting.filters import FILTERS
-from spatialdl.text import counted
 
 _WIDTH, _HEIGHT, _QUALITY = 240, 240, 75  # of a thumbnail; sizes are limits
 _ALWAYS = ("written", "with_tissue", "in_grid")

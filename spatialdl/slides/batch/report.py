@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any, Self
 
+from spatialdl.common.text import aligned, counted, fitted
 from spatialdl.data.saving import replacing
 from spatialdl.slides.cutting.filters import FILTERS
-from spatialdl.text import aligned, counted, fitted
 
 STATUSES = ("processed", "no tiles", "damaged", "failed")
 """Of a slide: tiles written; none written; some tiles unreadable; the slide unusable."""

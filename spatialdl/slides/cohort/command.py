@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from spatialdl.common.text import aligned, counted, positive_int
 from spatialdl.data.slide_table import (
     IMAGE_COLUMNS,
     PATIENT,
@@ -27,7 +28,6 @@ from spatialdl.slides.cohort.splitting import (
     pairs_apart,
     strata_of,
 )
-from spatialdl.text import aligned, counted, positive_int
 
 _OK, _FAILED, _MISUSED = 0, 1, 2
 TRAIN, VAL, TEST = "train", "val", "test"

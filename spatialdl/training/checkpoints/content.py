@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.weights import Weight, weights_of
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import shard_of
 from spatialdl.errors import CheckpointError
-from spatialdl.parallel.placement import Position
+from spatialdl.layout.placement import Position
 from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.spatial.channels.weights import Weight, weights_of
 from spatialdl.training.checkpoints.folder import RANDOM, stage_file
 from spatialdl.training.checkpoints.reading import Checkpoint
 from spatialdl.training.optimization.update import Update

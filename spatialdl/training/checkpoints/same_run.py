@@ -9,10 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from spatialdl.common.text import without_passwords
 from spatialdl.data.format import MANIFEST
 from spatialdl.data.normalisation import DEFAULTS, Normalisation
 from spatialdl.errors import CheckpointError
-from spatialdl.text import without_passwords
 from spatialdl.training.checkpoints.reading import sha256
 
 log = logging.getLogger("spatialdl.checkpoints")

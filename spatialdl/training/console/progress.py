@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from spatialdl.comm.launch import TERMINAL
-from spatialdl.text import readable_bytes
+from spatialdl.common.text import readable_bytes
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -15,10 +15,10 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import DevicePath, device_path
-from spatialdl.parallel.layout import by, even_bounds, spatial_names
-from spatialdl.parallel.placement import Placement, Position
+from spatialdl.common.text import aligned, counted, readable_bytes
+from spatialdl.layout.layout import by, even_bounds, spatial_names
+from spatialdl.layout.placement import Placement, Position
 from spatialdl.pipeline.runtime import PipelineRuntime
-from spatialdl.text import aligned, counted, readable_bytes
 from spatialdl.training.console.run_log import ranks_text
 from spatialdl.training.optimization.optimizers import make_optimizer, state_ratio
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spatialdl.text import aligned, counted, fitted
+from spatialdl.common.text import aligned, counted, fitted
 
 SHARES = (
     *("accuracy", "balanced_accuracy", "auroc", "f1", "mean_dice", "mean_iou"),

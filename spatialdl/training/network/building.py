@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
-from spatialdl.configuring.own_keys import offered_keys, refused_key
-from spatialdl.configuring.plugins import describe_cause
+from spatialdl.common.configuring.own_keys import offered_keys, refused_key
+from spatialdl.common.configuring.plugins import describe_cause
 from spatialdl.data.bags import BagSource
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.simulate import Schedule
 from spatialdl.pipeline.stage import rest_in_training
 from spatialdl.spatial.meta import meta_copy, on_meta
-from spatialdl.streaming.memory import memory_within
+from spatialdl.spatial.streaming.memory import memory_within
 from spatialdl.torch_internals import BatchNormBase
 from spatialdl.training.checkpoints.content import random_states, restore_random
 from spatialdl.training.network.weights import (

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, open_dict
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
-from spatialdl.configuring.plugins import describe_cause
+from spatialdl.common.configuring.plugins import describe_cause
 
 
 def make_optimizer(

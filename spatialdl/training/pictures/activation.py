@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.channels.weights import whole_outputs
 from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.spatial.channels.weights import whole_outputs
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import tree_leaves
 

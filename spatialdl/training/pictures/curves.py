@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spatialdl.text import counted
+from spatialdl.common.text import counted
 from spatialdl.training.progress import COUNTS, METRICS
 
 if TYPE_CHECKING:

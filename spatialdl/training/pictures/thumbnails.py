@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.image_source import Box, pairs
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.layout.layout import even_bounds
 
 Array = npt.NDArray[Any]
 

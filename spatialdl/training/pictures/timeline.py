@@ -14,7 +14,7 @@ import torch
 from spatialdl.comm import trace
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.trace import Span
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.simulate import (
     Action,
     Lists,

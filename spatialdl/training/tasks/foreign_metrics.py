@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from spatialdl.configuring.plugins import Plugin
+from spatialdl.common.configuring.plugins import Plugin
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

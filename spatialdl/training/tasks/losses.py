@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
-from spatialdl.parallel.layout import by
+from spatialdl.layout.layout import by
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.losses import split_as_target

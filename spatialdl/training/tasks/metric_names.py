@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from spatialdl.configuring.plugins import Plugin, check_names, plugins_of
+from spatialdl.common.configuring.plugins import Plugin, check_names, plugins_of
 from spatialdl.training.progress import COUNTS, METRICS
 
 _EXAMPLE = "{_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 3}"

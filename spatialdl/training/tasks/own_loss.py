@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from spatialdl.configuring.plugins import describe_cause
+from spatialdl.common.configuring.plugins import describe_cause
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.tensor import SpatialTensor
 

@@ -16,9 +16,9 @@ from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back
 from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import Virtual, virtual_ranks
-from spatialdl.parallel.layout import Layout
-from spatialdl.streaming.memory import Memory
-from spatialdl.streaming.store import DiskStore
+from spatialdl.layout.layout import Layout
+from spatialdl.spatial.streaming.memory import Memory
+from spatialdl.spatial.streaming.store import DiskStore
 
 EACH = 3
 """Virtual ranks of a process."""

@@ -30,7 +30,7 @@ from spatialdl.comm.handover import DIRECTIONS, Direction, Handover, HandoverSha
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back, view_of
 from spatialdl.comm.world import as_communicator
-from spatialdl.parallel.layout import Box, Layout
+from spatialdl.layout.layout import Box, Layout
 from tests.mpi.comm.test_transport import over_torch
 from tests.mpi.device import DEVICE
 from tests.mpi.equality_networks import OddNet

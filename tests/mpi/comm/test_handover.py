@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm.handover import Handover, HandoverShape
-from spatialdl.parallel.layout import Layout, last_slices
+from spatialdl.layout.layout import Layout, last_slices
 from tests.mpi.waits import told_by_the_first
 
 Grid = tuple[int, int]

@@ -18,7 +18,7 @@ from spatialdl.comm.exchange_strategies import STRATEGIES
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
-from spatialdl.parallel.layout import Box, Layout, empty_box
+from spatialdl.layout.layout import Box, Layout, empty_box
 from tests.mpi.one_message import start_receive, start_send
 from tests.mpi.waits import told_by_the_first
 

@@ -15,8 +15,8 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.processes import Nodes
 from spatialdl.comm.world import as_communicator, torch_world
-from spatialdl.parallel.node_order import placed_by_nodes
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.node_order import placed_by_nodes
+from spatialdl.layout.placement import Placement
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 from tests.fitting import fit

@@ -17,7 +17,7 @@ from spatialdl.comm.exchange_strategies import STRATEGIES
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition, view_of
-from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds
+from spatialdl.layout.layout import Box, Layout, empty_box, even_bounds
 from spatialdl.spatial.window import empty_output
 from tests.mpi.equality import check
 

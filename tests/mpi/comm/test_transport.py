@@ -19,7 +19,7 @@ from spatialdl.comm.launch import launched
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back, view_of
 from spatialdl.comm.world import as_communicator, torch_world
-from spatialdl.parallel.layout import Box, Layout
+from spatialdl.layout.layout import Box, Layout
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import TOLERANCE, parallel, reference
 from tests.mpi.one_message import start_receive, start_send

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.configuring.own_keys import fit_model_keys, rewritten
+from spatialdl.common.configuring.own_keys import fit_model_keys, rewritten
 from spatialdl.data.writer import ShardWriter
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.training.checkpoints.content import copies

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule

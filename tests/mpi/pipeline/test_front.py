@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl.comm.communicator import Communicator
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.layout.layout import even_bounds
 
 WORLD = MPI.COMM_WORLD
 SIZE, BATCH, STEPS = (3, 13, 11), 7, 3

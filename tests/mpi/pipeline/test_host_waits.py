@@ -28,7 +28,7 @@ from spatialdl.comm.device_path import device_path
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.pipeline.stage_runtime import Microbatch
-from spatialdl.random import keyed
+from spatialdl.spatial.random import keyed
 from spatialdl.spatial.tensor import from_tile
 from spatialdl.training.step import TrainingStep, mixed
 from spatialdl.training.tasks.segmentation import Segmentation

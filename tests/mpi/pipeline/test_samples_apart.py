@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule

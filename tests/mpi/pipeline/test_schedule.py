@@ -8,7 +8,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule

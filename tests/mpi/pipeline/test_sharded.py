@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_path
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl import Mesh, init_mesh, shard
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.layout.layout import even_bounds
 from spatialdl.pipeline.statistics import SliceStatistics
 
 

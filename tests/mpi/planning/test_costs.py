@@ -13,16 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spatialdl
-from spatialdl.channels.weights import divide, uses_of, whole_outputs, without_data
 from spatialdl.comm import check, exchange
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Talk
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
 from spatialdl.comm.world import world
+from spatialdl.layout.layout import Layout
+from spatialdl.layout.placement import Placement
 from spatialdl.models import resnet18, resnet50, unet, vit
-from spatialdl.parallel.layout import Layout
-from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.own_tile import TileRegion, enter
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.stage import OUTPUT, run_stage
@@ -31,8 +30,9 @@ from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.program import DividedStage, largest_part
-from spatialdl.random import keyed
-from spatialdl.streaming.memory import Memory
+from spatialdl.spatial.channels.weights import divide, uses_of, whole_outputs, without_data
+from spatialdl.spatial.random import keyed
+from spatialdl.spatial.streaming.memory import Memory
 
 WORLD = world()
 RANKS = WORLD.size

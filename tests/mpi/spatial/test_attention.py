@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from spatialdl import SpatialTensor, init_mesh, shard
 from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.communicator import Communicator, Pending
-from spatialdl.random import keyed
 from spatialdl.spatial import ring
+from spatialdl.spatial.random import keyed
 from spatialdl.spatial.recompute import recompute
 from tests.mpi.device import DEVICE
 from tests.mpi.equality import Operation, check_keyed, every_mesh

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl import Mesh, shard
-from spatialdl.random import checkpoint_contexts, keyed
+from spatialdl.spatial.random import checkpoint_contexts, keyed
 from spatialdl.spatial.recompute import recompute
 from tests.mpi.equality import Operation, check, drawn
 

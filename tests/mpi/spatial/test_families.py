@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl import Mesh, SpatialTensor, init_mesh, shard
 from spatialdl.comm.communicator import Communicator
-from spatialdl.random import checkpoint_contexts, keyed
+from spatialdl.spatial.random import checkpoint_contexts, keyed
 from tests.mpi.device import DEVICE
 from tests.mpi.equality import CHANNELS_LAST, check, close, functional, slow_cases, some_meshes
 from tests.mpi.spatial.shared import tokens

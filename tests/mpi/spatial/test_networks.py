@@ -20,7 +20,7 @@ from spatialdl import (
     init_mesh,
     shard,
 )
-from spatialdl.checking.compare import differences, one_step
+from spatialdl.spatial.checking.compare import differences, one_step
 from tests.mpi.equality import close, drawn, slow_cases
 from tests.mpi.zoo import NETWORKS, Entry
 from tests.mpi.zoo_attention import ATTENTION, SIGNALS, TUBES

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl import init_mesh, shard
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Reducer, Replicated
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.layout.layout import even_bounds
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.replicas import BatchNormOver

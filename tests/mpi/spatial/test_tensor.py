@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, from_local, init_mesh, shard
-from spatialdl.parallel.layout import Layout, last_slices
+from spatialdl.layout.layout import Layout, last_slices
 from spatialdl.spatial.table import HANDLERS
 from spatialdl.spatial.tensor import from_tile
 from tests.mpi.equality import Operation, check, close

@@ -18,7 +18,7 @@ from spatialdl.comm.processes import Nodes
 from spatialdl.data import ShardWriter
 from spatialdl.data.staging.process import CopierProcess
 from spatialdl.errors import ShardError
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.layout.layout import even_bounds
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed

@@ -12,6 +12,7 @@ from urllib.parse import unquote_to_bytes
 
 from PIL import Image
 
+from spatialdl.common.text import width
 from spatialdl.slides.batch.page import save_batch
 from spatialdl.slides.batch.picture import preview_name
 from spatialdl.slides.batch.report import (
@@ -23,7 +24,6 @@ from spatialdl.slides.batch.report import (
     warnings,
     why_nothing,
 )
-from spatialdl.text import width
 from tests.slides.batch.batches import inside
 
 GOOD = TilingReport("good", 100, 40, written=40)

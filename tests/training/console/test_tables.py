@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.placement import Placement
-from spatialdl.text import width
+from spatialdl.common.text import width
+from spatialdl.layout.placement import Placement
 from spatialdl.training.console.run_log import ranks_text
 from spatialdl.training.console.start_table import (
     Device,

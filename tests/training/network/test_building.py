@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from spatialdl.configuring.own_keys import fit_model_keys
+from spatialdl.common.configuring.own_keys import fit_model_keys
 from spatialdl.models import resnet18
 from spatialdl.training.checkpoints.same_run import settings_of
 from spatialdl.training.network.building import check_head, freeze, instantiate, seed_generators

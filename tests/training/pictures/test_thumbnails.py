@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spatialdl.data.volume_geometry import VolumeTurn
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.layout.layout import even_bounds
 from spatialdl.training.pictures import thumbnails
 from spatialdl.training.pictures.orthogonal_slices import Planes, draw_planes, draw_sections
 from spatialdl.training.pictures.thumbnails import (

@@ -8,7 +8,7 @@ import torch
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.trace import Span
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.simulate import Action, describe
 from spatialdl.training.pictures.timeline import StepTimeline, simulated, write_trace

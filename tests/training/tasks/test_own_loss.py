@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spatialdl.configuring.overrides import check_overrides
-from spatialdl.configuring.own_keys import rewritten
+from spatialdl.common.configuring.overrides import check_overrides
+from spatialdl.common.configuring.own_keys import rewritten
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.training.tasks.own_loss import OwnLoss
 from spatialdl.training.tasks.segmentation import Segmentation

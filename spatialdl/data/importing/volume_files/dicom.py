@@ -33,7 +33,7 @@ from collections.abc import Iterable
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from spatialdl.text import counted
+from spatialdl.common.text import counted
 
 if TYPE_CHECKING:
     from pydicom import Dataset

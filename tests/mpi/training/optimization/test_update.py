@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.parallel.placement import Placement
+from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule

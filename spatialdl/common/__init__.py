@@ -1,0 +1,1 @@
+"""Configuration keys, pages, columns of text: what every room may import."""

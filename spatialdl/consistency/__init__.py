@@ -1,1 +1,0 @@
-"""Checks that all ranks were started with the same code, packages, configuration and data."""

@@ -1,0 +1,1 @@
+"""Trained networks at work: prediction, evaluation, features, analysis of features."""

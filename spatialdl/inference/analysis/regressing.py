@@ -1,0 +1,233 @@
+"""Ridge regression of numbers or classes of slides: `spatialdl-analyze ridge`."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.feature_file import FeatureFile
+from spatialdl.data.saving import save_table
+from spatialdl.inference.analysis import pictures
+from spatialdl.inference.analysis.cohort import Cohort, Columns
+from spatialdl.inference.analysis.estimator import load_model, save_model
+from spatialdl.inference.analysis.ridge import MSE, Ridge, RidgeClassifierCV, RidgeCV
+from spatialdl.inference.evaluating.scores import from_confusion
+from spatialdl.inference.predicting.agreed_errors import agreeing
+
+Numbers = npt.NDArray[np.float64]
+
+
+class _Labels(NamedTuple):
+    """Labels of the slides in the table.
+
+    Attributes:
+        target: number or class, by slide.
+        group: group, by slide; the slide itself without --group.
+    """
+
+    target: dict[str, Any]
+    group: dict[str, str]
+
+
+Table = dict[str, dict[str, Any]]
+"""Results by column and slide: `predicted`, a number or a class, and scores of classes."""
+
+
+def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
+    """Fit or apply a ridge regression of slides; writes tables and a picture."""
+    model: Any = None
+    with agreeing(cohort.comm):
+        if options.apply:
+            model = _loaded(options, cohort)
+        is_class = options.classes or isinstance(model, RidgeClassifierCV)
+        labels = _labels(options, cohort, is_class)
+    filled = [file for file in cohort.files if file.tiles]
+    with cohort.rows(filled) as rows:
+        means = cohort.slide_means(rows, filled)
+    held_out: Table = {}
+    summary: dict[str, Any] = {}
+    if model is None:
+        model, held_out, summary = _learned(options, cohort, filled, means, labels)
+    predicted = _by_slide([file.slide for file in filled], _columns(model, means))
+    cohort.write_tables(options.out / "tiles", lambda of_slide: _columns(model, of_slide))
+    shown = (held_out or predicted)["predicted"]
+    both = [(labels.target[name], shown[name]) for name in shown if name in labels.target]
+    if is_class and both:
+        scores = from_confusion(_pairs(both)[1][None].astype(np.float64))
+        summary |= {name: float(scores[name][0]) for name in ("accuracy", "balanced_accuracy")}
+    elif len(both) > 1:
+        summary["r2_of_slides"] = _r2(*np.array(both).T)
+    with agreeing(cohort.comm):
+        if cohort.comm.rank == 0:
+            _save_slides(options, cohort, labels, predicted, held_out)
+            if len(both) > 1:
+                _draw(options, both, is_class, summary)
+    return {"slides_compared": len(both), **summary}
+
+
+def _columns(model: Any, rows: Any) -> Columns:
+    """Result columns of rows: `predicted`, and scores of classes."""
+    if not isinstance(model, RidgeClassifierCV):
+        return {"predicted": model.predict(rows)}
+    decisions = model.decision_function(rows)
+    several = np.atleast_2d(decisions.T)
+    names = model.classes_.tolist()[-len(several) :]  # for two classes, the second only
+    scores = {f"score_{name}": values for name, values in zip(names, several, strict=True)}
+    return {"predicted": model.decide(decisions), **scores}
+
+
+def _by_slide(slides: list[str], results: Columns) -> Table:
+    return {
+        column: dict(zip(slides, values.tolist(), strict=True))
+        for column, values in results.items()
+    }
+
+
+def _pairs(both: list[tuple[str, str]]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Class names, and the confusion matrix by true and predicted class."""
+    names = sorted({str(name) for pair in both for name in pair})
+    pairs = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(pairs, tuple(np.searchsorted(names, np.array(both).T)), 1)
+    return names, pairs
+
+
+def _labels(options: argparse.Namespace, cohort: Cohort, is_class: bool) -> _Labels:
+    if options.labels is None:
+        return _Labels({}, {})
+    columns = [options.target, *([options.group] if options.group else [])]
+    table = cohort.read_columns(options.labels, columns)
+    target: dict[str, Any] = {
+        name: row[options.target] for name, row in table.items() if options.target in row
+    }
+    if not is_class:
+        target = {name: _number(options, name, text) for name, text in target.items()}
+        if not target:
+            raise ValueError(
+                f"{options.labels}: column {options.target} is empty for all slides with features"
+            )
+    group = {name: table[name].get(options.group, name) for name in target}
+    return _Labels(target, group)
+
+
+def _number(options: argparse.Namespace, slide: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = np.nan
+    if not np.isfinite(value):
+        raise ValueError(
+            f"{options.labels}: {options.target} of slide {slide!r} is {text!r}, expected a finite "
+            "number (for classes, use --classes)"
+        )
+    return value
+
+
+def _loaded(options: argparse.Namespace, cohort: Cohort) -> Any:
+    kinds = (Ridge, RidgeCV, RidgeClassifierCV)
+    model = load_model(options.apply, kinds, options.device, "ridge")
+    is_class = isinstance(model, RidgeClassifierCV)
+    if options.classes and not is_class:
+        raise ValueError(f"{options.apply} predicts a number: remove --classes")
+    if model.n_features_in_ != cohort.width or (model.coef_.ndim != 1 and not is_class):
+        raise ValueError(
+            f"{options.apply} was fitted on {model.n_features_in_} features and "
+            f"{model.coef_.size // model.n_features_in_} targets; expected {cohort.width} features "
+            "and 1 target"
+        )
+    return model
+
+
+def _learned(
+    options: argparse.Namespace,
+    cohort: Cohort,
+    filled: list[FeatureFile],
+    means: Numbers,
+    labels: _Labels,
+) -> tuple[RidgeCV, Table, dict[str, Any]]:
+    """Fit a model; returns it, held-out predictions of the slides, and entries of the summary."""
+    comm = cohort.comm
+    known = [k for k, file in enumerate(filled) if file.slide in labels.target]
+    files, of_slides = [filled[k] for k in known], means[known]
+    if len(files) < 3:
+        raise ValueError(
+            f"{len(files)} slides with features have a {'class' if options.classes else 'number'} "
+            f"in {options.target}, expected at least 3"
+        )
+    names = [file.slide for file in files]
+    kind = RidgeClassifierCV if options.classes else RidgeCV
+    model = kind(options.alphas, cv=options.folds, scoring=MSE, comm=comm, device=options.device)
+    rows: AbstractContextManager[Any] = cohort.rows(files)
+    if options.level == "slide":
+        first, last = (len(files) * (comm.rank + k) // comm.size for k in (0, 1))
+        own, rows = names[first:last], nullcontext(of_slides[first:last])
+    else:
+        own = [part.file.slide for part in cohort.parts(files) for _ in range(part.tiles)]
+    targets, groups = (
+        [values_of[name] for name in own] for values_of in (labels.target, labels.group)
+    )
+    with rows as given:
+        model.fit(given, targets, np.array(groups, str))
+    folds: dict[str, int] = {}
+    for of_rank in comm.allgather(dict(zip(own, model.folds_.tolist(), strict=True))):
+        folds |= of_rank
+    predicted: Table = {}
+    for fold in sorted(set(folds.values())):
+        inside = [k for k, name in enumerate(names) if folds[name] == fold]
+        part = _columns(model.without(fold), of_slides[inside])
+        for column, cells in _by_slide([names[k] for k in inside], part).items():
+            predicted.setdefault(column, {}).update(cells)
+    with agreeing(comm):
+        if comm.rank == 0:
+            save_model(options.out / "model.npz", model)
+    return model, predicted, {"alpha": model.alpha_, "folds": options.folds}
+
+
+def _save_slides(
+    options: argparse.Namespace, cohort: Cohort, labels: _Labels, predicted: Table, held_out: Table
+) -> None:
+    scores = {**(held_out or predicted)}
+    scores.pop("predicted")
+    columns = {
+        "true": labels.target,
+        "predicted_held_out": held_out.get("predicted", {}),
+        "predicted": predicted["predicted"],
+        **scores,
+    }
+    lines = [
+        [f.slide, f.tiles, *(_text(values, f.slide) for values in columns.values())]
+        for f in cohort.files
+    ]
+    save_table(options.out / "slides.csv", ["slide", "tiles", *columns], lines)
+
+
+def _draw(
+    options: argparse.Namespace,
+    both: list[tuple[Any, Any]],
+    is_class: bool,
+    summary: dict[str, Any],
+) -> None:
+    how = f"{options.folds} folds, each slide held out"
+    if options.apply:
+        how = f"{options.apply.name}"
+    path, target = options.out / "predicted.png", options.target
+    if is_class:
+        names, pairs = _pairs(both)
+        title = f"{len(both)} slides, accuracy {100 * summary['accuracy']:.1f} %\n{how}"
+        pictures.draw_confusion(path, pairs, names, target, title)
+        return
+    title = f"{len(both)} slides, R2 = {summary['r2_of_slides']:.3f}\n{how}"
+    pictures.draw_regression(path, np.array(both), target, title)
+
+
+def _text(values: dict[str, Any], name: str) -> str:
+    value = values.get(name, "")
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _r2(true: Numbers, predicted: Numbers) -> float:
+    whole = float(np.square(true - true.mean()).sum())
+    return 1 - float(np.square(true - predicted).sum()) / whole if whole else float("nan")

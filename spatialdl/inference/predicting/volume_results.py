@@ -1,0 +1,337 @@
+"""The maps of a volume, written as NIfTI files with the volume's geometry.
+
+NAME-classes.nii   the most probable class of every voxel
+NAME-CLASS.nii     the probability of a class
+NAME-slices.png    three orthogonal slices through the centre, and the classes over them
+
+Of a network that predicts a class per volume, with activation=true:
+
+NAME-CLASS-activation.nii   contribution of each place to the logit of a class; 0 outside the
+                            network's input
+NAME-activation.png         the slices, and the activation of the most probable class over them
+
+Files are compressed, NAME-classes.nii.gz, if the volume is: rank 0 gathers one band of slices at a
+time then, otherwise every rank writes its own box into the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.common.text import fitted
+from spatialdl.data.augmentation.geometry import Draw, window_of
+from spatialdl.data.image_source import Box, Size, pairs, whole_box
+from spatialdl.data.importing.volume_file import StoredVolume, load_nifti
+from spatialdl.data.saving import unfinished
+from spatialdl.data.volume_geometry import VolumeTurn
+from spatialdl.inference.predicting.agreed_errors import agreeing
+from spatialdl.inference.predicting.inputs import Input
+from spatialdl.inference.predicting.pictures import new_figure, save_figure
+from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap
+from spatialdl.inference.predicting.results import class_files
+from spatialdl.inference.predicting.running import SlideOutput
+from spatialdl.inference.predicting.trained import Trained
+from spatialdl.inference.predicting.volume_inputs import VolumeImages
+from spatialdl.slides.batch.finding_slides import storable
+from spatialdl.training.pictures.orthogonal_slices import Picture, draw_sections
+from spatialdl.training.pictures.thumbnails import (
+    COLOURS,
+    HEAT_COLOURS,
+    HEAT_OPACITY,
+    joined_sections,
+    mask_patches,
+    mean_sections,
+    pixel_patches,
+    window_in,
+)
+
+Array = npt.NDArray[Any]
+
+_BAND = 2**22  # voxels that rank 0 gathers at a time; at least a slice
+_LEVEL = 1  # gzip level, as in nibabel: higher ones take far longer for little gain
+_MOST_OF_NIFTI_1 = 2**15 - 1  # voxels along a dim, as sizes are int16
+_GEOMETRY = (
+    *("pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"),
+    *("qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"),
+)
+_LEGEND = 12  # classes in a legend at most
+
+
+class VolumeMaps:
+    """Writer of the maps of one volume; construction and calls are collective.
+
+    Args:
+        shown: indices of the classes whose probabilities are written.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        given: Input,
+        trained: Trained,
+        shown: Sequence[int],
+        world: Communicator,
+    ) -> None:
+        assert isinstance(given.source, VolumeImages)
+        self._run_dir, self._given, self._source = run_dir, given, given.source
+        self._trained, self._shown, self._world = trained, shown, world
+        self._files: list[str] = []
+
+    def save(self, outcome: SlideOutput) -> list[str]:
+        """Write all maps of the volume.
+
+        Returns:
+            Names of the files.
+        """
+        if self._trained.task == "segmentation":
+            self._save_map(outcome)
+        elif outcome.activation is not None and outcome.values is not None:
+            self._save_activation(outcome.activation[0], outcome.values[0])
+        return self._files
+
+    def _save_map(self, outcome: SlideOutput) -> None:
+        pieces = [self._as_stored(piece) for piece in outcome.pieces]
+        classes = [MapPiece(one.start, one.values.argmax(0, keepdim=True)) for one in pieces]
+        *names, name = class_files([*self._trained.classes, "classes"])
+        kind = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
+        self._save(name, classes, kind, self._world)
+        double = self._world.allgather(any(one.values.dtype == torch.float64 for one in pieces))
+        kind = np.dtype(np.float64 if any(double) else np.float32)
+        for number in self._shown:
+            own = [MapPiece(one.start, one.values[number : number + 1]) for one in pieces]
+            self._save(names[number], own, kind, self._world)
+        self._save_classes(classes)
+
+    def _save_activation(self, values: Array, probabilities: Tensor) -> None:
+        """Write activation maps from `values` (classes, *spatial), on rank 0, class by class.
+
+        The network's input may be a crop of the volume's centre, or the volume with padding.
+        """
+        turn, seen, view = self._source.turn, self._source.image_size(0), self._given.size
+        under = window_of(Draw(), seen, view).source_box(whole_box(view))
+        box, size = turn.stored_box(under, seen), self._source.stored.size
+        names = class_files(self._trained.classes)
+        most = max(self._shown, key=lambda number: float(probabilities[number]))
+        for number in self._shown:
+            piece = _spread(turn.stored(values[number]), box, size)
+            self._save(f"{names[number]}-activation", [piece], values.dtype, SingleProcess())
+            if number == most:
+                heat = _means(piece.values[0].numpy(), piece.box, size)
+        title = f"{self._given.name}: {self._trained.classes[most]}"
+        self._save_picture("activation", title, (), heat=heat)
+
+    def _as_stored(self, piece: MapPiece) -> MapPiece:
+        """A piece in the orientation of the file."""
+        turn = self._source.turn
+        if turn == VolumeTurn():
+            return piece
+        stored = turn.stored_box(piece.box, self._given.size)
+        values = np.stack([turn.stored(one.numpy()) for one in piece.values])
+        return MapPiece(tuple(stored[::2]), torch.from_numpy(values))
+
+    def _save(
+        self, ending: str, pieces: Sequence[MapPiece], dtype: np.dtype[Any], world: Communicator
+    ) -> None:
+        stored, path = self._source.stored, self._given.slide
+        compressed = path is not None and path.name.lower().endswith(".gz")
+        name = self._named(f"-{ending}.nii{'.gz' * compressed}")
+        header = nifti_header(stored, path, dtype) if world.rank == 0 else b""
+        save_nifti(self._run_dir / name, world, header, stored.size, pieces, dtype)
+
+    def _named(self, ending: str) -> str:
+        # volume names of a data set may not be valid file names
+        self._files.append(f"{storable(self._given.name)}{ending}")
+        return self._files[-1]
+
+    def _save_classes(self, pieces: Sequence[MapPiece]) -> None:
+        size = self._source.stored.size
+        own = [mask_patches(one.values[0], one.box, size) for one in pieces]
+        gathered = self._world.gather(own)
+        if gathered is not None:
+            sections = joined_sections([part for one in gathered for part in one], size)
+            title, names = self._given.name, self._trained.classes
+            self._save_picture("slices", title, names, classes=sections)
+
+    def _save_picture(
+        self,
+        what: str,
+        title: str,
+        names: Sequence[str],
+        classes: Sequence[Array] | None = None,
+        heat: Sequence[Array] | None = None,
+    ) -> None:
+        stored = self._source.stored
+        box = whole_box(stored.size)
+        grey = mean_sections([pixel_patches(stored.read, box, stored.size)], stored.size)
+        known = stored.size, grey, stored.spacing, stored.affine
+        drawn = [draw_sections(*known), draw_sections(*known, classes, heat)]
+        path = self._run_dir / self._named(f"-{what}.png")
+        _save_figure(path, title, drawn, names, heat=heat is not None)
+
+
+def _spread(values: Array, box: Box, size: Size) -> MapPiece:
+    """Upsample a coarse map over a box to the voxels of it inside a volume of `size`."""
+    start, at = [], []
+    for (first, stop), n, places in zip(pairs(box), size, values.shape, strict=True):
+        inside = np.arange(max(first, 0), min(stop, n))
+        at.append((2 * (inside - first) + 1) * places // (2 * (stop - first)))
+        start.append(max(first, 0))
+    return MapPiece(tuple(start), torch.from_numpy(values[np.ix_(*at)])[None])
+
+
+def _means(values: Array, box: Box, size: Size) -> list[Array]:
+    """Thumbnails of the sections of a volume of `size` that is 0 outside a box."""
+    patches = pixel_patches(lambda one: values[window_in(one, box)][..., None], box, size)
+    return [one[..., 0] for one in mean_sections([patches], size)]
+
+
+def _save_figure(
+    path: Path, title: str, pictures: Sequence[Picture], names: Sequence[str], *, heat: bool
+) -> None:
+    """Draw the slices without and with overlay, and a legend of classes or the scale of heat."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.patches import Patch
+
+    rows, cols = pictures[0].shape[:2]
+    down, across = (1, 2) if 2 * rows > cols else (2, 1)
+    figure = new_figure(7.0 * across, 7.0 * down * rows / cols + 1)
+    panels = figure.subplots(down, across)
+    for panel, picture in zip(panels, pictures, strict=True):
+        panel.imshow(picture, interpolation="nearest")
+        panel.set_axis_off()
+    marks = [
+        Patch(color=COLOURS[(number - 1) % len(COLOURS)] / 255, label=fitted(name, 30))
+        for number, name in enumerate(names)
+        if number > 0
+    ][:_LEGEND]
+    if heat:
+        scale = ScalarMappable(cmap=HEAT_COLOURS)
+        label = "contribution to the class, relative to the largest"
+        figure.colorbar(scale, ax=panels, shrink=0.8, alpha=HEAT_OPACITY, label=label)
+    if marks:
+        figure.legend(handles=marks, loc="outside lower center", ncols=min(6, len(marks)))
+    figure.suptitle(fitted(title, 60), fontsize=11)
+    save_figure(path, figure)
+
+
+# --- NIfTI
+
+
+def nifti_header(stored: StoredVolume, source: Path | None, dtype: np.dtype[Any]) -> bytes:
+    """A NIfTI header with the geometry of a stored volume.
+
+    Args:
+        stored: the volume.
+        source: its file, if there is one; the geometry of a NIfTI file is copied exactly.
+        dtype: dtype of the voxels to write.
+    """
+    import nibabel
+
+    large = max(stored.size) > _MOST_OF_NIFTI_1
+    kind: Any = nibabel.Nifti2Header if large else nibabel.Nifti1Header
+    header = kind()
+    header.set_data_dtype(dtype)
+    header.set_data_shape(stored.size[::-1])
+    header.set_slope_inter(1, 0)
+    if source is not None and source.name.lower().endswith((".nii", ".nii.gz")):
+        known = load_nifti(source).header
+        for name in _GEOMETRY:
+            header[name] = known[name]
+        header["pixdim"][4:] = 1
+        header.set_xyzt_units(known.get_xyzt_units()[0])
+    elif stored.affine is not None:
+        affine = np.vstack([stored.affine[:, [2, 1, 0, 3]], (0, 0, 0, 1)])
+        header.set_qform(affine, "scanner")
+        header.set_sform(affine, "scanner")
+        header.set_xyzt_units("mm")
+    elif stored.spacing is not None:
+        header.set_zooms(stored.spacing[::-1])
+        header.set_xyzt_units("mm")
+    out = BytesIO()
+    header.write_to(out)
+    return out.getvalue()
+
+
+def save_nifti(
+    path: Path,
+    world: Communicator,
+    header: bytes,
+    size: Size,
+    pieces: Sequence[MapPiece],
+    dtype: np.dtype[Any],
+) -> None:
+    """Write a volume atomically; collective over `world`. Voxels outside pieces are 0.
+
+    Args:
+        path: compressed if it ends in .gz; otherwise on a file system shared by all ranks.
+        header: on rank 0, see `nifti_header`.
+        size: (slices, rows, columns).
+        pieces: pieces of this rank, of one class.
+        dtype: dtype of the voxels, to which values are cast.
+
+    Raises:
+        OSError, AgreedError: a rank cannot write.
+    """
+    with unfinished(path) if world.rank == 0 else nullcontext() as temporary:
+        if path.name.endswith(".gz"):
+            _write_bands(temporary, world, header, size, pieces, dtype)
+            return
+        if temporary is not None:
+            with temporary.open("r+b") as file:
+                file.write(header)
+                file.truncate(len(header) + prod(size) * dtype.itemsize)
+        place, offset = world.bcast((temporary, len(header)))
+        with agreeing(world), place.open("r+b") as file:
+            for piece in pieces:
+                _write_box(file.fileno(), offset, size, piece, dtype)
+            os.fsync(file.fileno())  # data must reach the file system before the rename
+
+
+def _write_bands(
+    temporary: Path | None,
+    world: Communicator,
+    header: bytes,
+    size: Size,
+    pieces: Sequence[MapPiece],
+    dtype: np.dtype[Any],
+) -> None:
+    slices = max(1, _BAND // (size[1] * size[2]))
+    bands = PiecedMap(world, size, pieces, size, empty=0.0).bands(0, slices)
+    if temporary is None:
+        for _ in bands:
+            pass
+        return
+    with (
+        temporary.open("r+b") as out,
+        gzip.GzipFile("", "wb", _LEVEL, out, mtime=0) as compressed,
+    ):
+        compressed.write(header)
+        for band in bands:
+            compressed.write(band.astype(dtype).tobytes())
+
+
+def _write_box(file: int, offset: int, size: Size, piece: MapPiece, dtype: np.dtype[Any]) -> None:
+    """Write a box; voxels contiguous in the file are written at once."""
+    box = piece.values[0].numpy().astype(dtype, copy=False)
+    run = 3 if box.shape[1:] == tuple(size[1:]) else 2 if box.shape[2] == size[2] else 1
+    for outer in np.ndindex(*box.shape[: 3 - run]):
+        first = [a + b for a, b in zip(piece.start, (*outer, 0, 0, 0), strict=False)]
+        at = offset + int(np.ravel_multi_index(first, size)) * dtype.itemsize
+        left = memoryview(box[outer].tobytes())
+        while left:
+            written = os.pwrite(file, left, at)
+            left, at = left[written:], at + written

@@ -1,1 +1,0 @@
-"""Training loops of other libraries on split images: Lightning."""

@@ -1,1 +1,0 @@
-"""HTML pages: shared templates, writing, figures."""

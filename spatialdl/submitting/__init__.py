@@ -1,1 +1,0 @@
-"""Runs as Slurm jobs: resources, submission, and the script inside the job."""

@@ -1,0 +1,153 @@
+"""The configuration files and the help read as text, against what Hydra makes of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from omegaconf import OmegaConf
+
+from spatialdl.common.configuring.help import WIDTH, help_lines, wants_help
+from spatialdl.common.configuring.keys import (
+    CONF,
+    about,
+    chosen_by_default,
+    file_of,
+    groups,
+    keys_of,
+)
+from spatialdl.common.configuring.registered import NAMES, new_folder
+from tests.composing import compose_anew
+
+FILE = """\
+# what it is
+# @package group
+# in two lines
+#
+# not this
+defaults:
+  - other  # no
+
+name: some  # how it is called
+list: [1, 2]
+inner:  # holds
+  deep:
+    key: 1e-3  # a # b
+last: null  # the end
+"""
+
+
+def test_keys_have_their_place_their_default_and_their_comment(tmp_path):
+    file = tmp_path / "one.yaml"
+    file.write_text(FILE)
+    assert about(file) == "what it is in two lines"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spatialdl.common.configuring.keys.CONF", tmp_path)
+        assert [tuple(key) for key in keys_of(file)] == [
+            ("group.name", "some", "how it is called"),
+            ("group.list", "[1, 2]", ""),
+            ("group.inner", "", "holds"),
+            ("group.inner.deep", "", ""),
+            ("group.inner.deep.key", "1e-3", "a # b"),
+            ("group.last", "null", "the end"),
+        ]
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_defaults_are_those_that_hydra_takes(command):
+    choices = compose_anew(command, with_hydra=True).hydra.runtime.choices
+    ours = {group: str(choice) for group, choice in choices.items() if "hydra" not in group}
+    found = chosen_by_default(command).items()
+    assert {group: "None" if one == "null" else one for group, one in found} == ours
+
+
+def names(node: dict, prefix: str = ""):
+    for name, value in node.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from names(value, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda f: f.stem)
+def test_the_keys_are_those_that_yaml_finds(file):
+    loaded = OmegaConf.to_container(OmegaConf.load(file))
+    loaded.pop("defaults", None)
+    found, expected = [key.name for key in keys_of(file)], list(names(loaded))
+    package = found[0].removesuffix(expected[0]) if found else ""
+    assert found == [package + name for name in expected]
+    assert package in (
+        "",
+        f"{file.parent.relative_to(CONF).as_posix().replace('/', '.')}.",
+        "parallel.",
+    )
+
+
+def test_a_group_has_choices_that_are_files():
+    assert groups()["optimizer"] == ["adamw", "lamb", "lars", "sgd"]
+    for group, choices in groups().items():
+        files = [choice for choice in choices if file_of(group, choice).is_file()]
+        assert files == [choice for choice in choices if choice not in NAMES]
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "predict", "evaluate"])
+def test_it_says_every_key_and_every_choice_within_its_width(command):
+    lines = list(help_lines(command))
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= WIDTH
+    for group, choice in chosen_by_default(command).items():
+        for other in groups()[group]:
+            assert other in text
+        if choice != "null":
+            for key in keys_of(file_of(group, choice)):
+                if key.default and not key.name.endswith("._partial_"):
+                    assert f"\n  {key.name} " in text or f"\n  {key.name}\n" in text, key
+    assert "Powered by Hydra" not in text
+
+
+def test_a_network_of_another_choice_tells_what_it_has_beside():
+    text = "\n".join(help_lines("train"))
+    part = text.partition("\nmodel=amoebanet_d\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in part.splitlines()] == ["model.layers", "model.filters"]
+
+
+def test_who_asks_for_help():
+    assert wants_help(["seed=1", "--help"])
+    assert wants_help(["-h"])
+    assert not wants_help(["seed=1"])
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "predict", "evaluate"])
+def test_help_comes_without_pytorch(command):
+    code = (
+        f"import runpy, sys; sys.argv = ['x', '--help']; "
+        f"runpy.run_module('spatialdl.{command}', run_name='__main__'); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"python -m spatialdl.{command} [key=value ...]\n")
+    assert done.stderr == ""
+
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [new_folder("a/b") for _ in range(3)] == ["a/b", "a/b-2", "a/b-3"]
+    (tmp_path / "a" / "c").touch()
+    assert new_folder("a/c") == "a/c-2"
+
+
+def test_those_who_ask_at_once_never_get_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(new_folder, ["x/y"] * 30))
+    assert sorted(found) == sorted(["x/y", *(f"x/y-{n}" for n in range(2, 31))])
+
+
+def test_a_configuration_has_one_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hydra = compose_anew("train", with_hydra=True).hydra
+    assert hydra.run.dir == hydra.run.dir
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert hydra.run.dir == f"outputs/{folder.name}"

@@ -1,0 +1,154 @@
+"""Ridge regression beside that of scikit-learn: of numbers, of classes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn import linear_model
+from sklearn.model_selection import GroupKFold, cross_val_predict, cross_val_score
+
+from spatialdl.inference.analysis import Ridge, RidgeClassifierCV, RidgeCV
+
+RNG = np.random.default_rng(3)
+ROWS = RNG.normal(size=(101, 9)) * np.arange(1, 10) + 50
+ROWS[:, 2] = 4  # a column that is constant
+BOTH = ROWS @ RNG.normal(size=(9, 2)) + RNG.normal(size=(101, 2)) * 20 + 1000
+TARGETS = {"one": BOTH[:, 0], "two": BOTH}
+
+
+@pytest.mark.parametrize(
+    ("name", "intercept", "alpha"), [("one", True, 0.01), ("two", False, 3.0), ("two", True, 1e4)]
+)
+def test_ridge_is_that_of_scikit_learn(name, intercept, alpha):
+    y = TARGETS[name]
+    ours = Ridge(alpha, fit_intercept=intercept).fit(ROWS, y)
+    theirs = linear_model.Ridge(alpha, fit_intercept=intercept).fit(ROWS, y)
+    assert ours.coef_.shape == theirs.coef_.shape
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, atol=1e-9)
+    np.testing.assert_allclose(ours.intercept_, theirs.intercept_, rtol=1e-9)
+    np.testing.assert_allclose(ours.predict(ROWS), theirs.predict(ROWS), rtol=1e-9)
+
+
+def test_a_column_of_targets_is_one_target():
+    flat, column = Ridge().fit(ROWS, BOTH[:, 0]), Ridge().fit(ROWS, BOTH[:, :1])
+    np.testing.assert_array_equal(column.coef_, flat.coef_)
+    assert column.predict(ROWS).shape == (101,)
+
+
+def test_an_alpha_for_each_target():
+    ours = Ridge([0.5, 70]).fit(ROWS, BOTH)
+    np.testing.assert_allclose(
+        ours.coef_, linear_model.Ridge([0.5, 70]).fit(ROWS, BOTH).coef_, atol=1e-9
+    )
+
+
+def test_without_penalty_it_is_least_squares():
+    """Of several solutions, here because of a column that is there twice, the shortest."""
+    rows = np.concatenate([ROWS, ROWS[:, :1]], 1)
+    ours = Ridge(0).fit(rows, BOTH)
+    np.testing.assert_allclose(
+        ours.coef_, linear_model.LinearRegression().fit(rows, BOTH).coef_, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize(("name", "intercept"), [("one", False), ("two", True)])
+def test_cross_validation_is_that_of_models_fitted_without_each_fold(name, intercept):
+    y, alphas = TARGETS[name], (1.0, 100.0, 1e4)
+    ours = RidgeCV(alphas, cv=6, fit_intercept=intercept).fit(ROWS, y)
+    theirs = linear_model.RidgeCV(alphas, cv=6, fit_intercept=intercept).fit(ROWS, y)
+    plain = linear_model.Ridge(fit_intercept=intercept)
+    for alpha, scores in zip(alphas, ours.scores_, strict=True):
+        wanted = cross_val_score(plain.set_params(alpha=alpha), ROWS, y, cv=6)
+        np.testing.assert_allclose(scores, wanted, atol=1e-9)
+    assert ours.alpha_ == theirs.alpha_
+    assert ours.best_score_ == pytest.approx(theirs.best_score_, abs=1e-9)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, atol=1e-9)
+    np.testing.assert_allclose(ours.predict(ROWS), theirs.predict(ROWS), rtol=1e-9)
+    held_out = cross_val_predict(plain.set_params(alpha=ours.alpha_), ROWS, y, cv=6)
+    for fold in range(6):
+        inside = ours.folds_ == fold
+        np.testing.assert_allclose(
+            ours.without(fold).predict(ROWS[inside]), held_out[inside], rtol=1e-9
+        )
+
+
+def test_groups_are_never_in_two_folds():
+    groups = np.array([f"patient-{n}" for n in RNG.integers(0, 11, len(ROWS))])
+    ours = RidgeCV(cv=4, scoring="neg_mean_squared_error").fit(ROWS, BOTH, groups)
+    assert set(ours.folds_) == {0, 1, 2, 3}
+    for name in set(groups):
+        assert len(set(ours.folds_[groups == name])) == 1
+    plain = linear_model.Ridge(ours.alpha_)
+    splits = [
+        (np.flatnonzero(ours.folds_ != f), np.flatnonzero(ours.folds_ == f)) for f in range(4)
+    ]
+    wanted = cross_val_score(plain, ROWS, BOTH, cv=splits, scoring="neg_mean_squared_error")
+    np.testing.assert_allclose(ours.scores_[[0.1, 1.0, 10.0].index(ours.alpha_)], wanted)
+    sizes = np.bincount(ours.folds_)
+    theirs = [len(test) for _, test in GroupKFold(4).split(ROWS, groups=groups)]
+    assert sizes.max() - sizes.min() <= max(theirs) - min(theirs) + 1
+
+
+def test_refusals():
+    holes = BOTH.copy()
+    holes[5, 1] = np.nan
+    for model, y, message in [
+        (Ridge(-1), BOTH, "alpha=-1 must be numbers of at least 0"),
+        (Ridge([1, 2, 3]), BOTH, "alpha has 3 numbers for 2 targets"),
+        (Ridge(), BOTH[:-1], r"targets have shape \(100, 2\) for 101 rows"),
+        (Ridge(), holes, "the target of row 5 is not finite"),
+        (RidgeCV(cv=1), BOTH, "cv=1 must be between 2 and the 101 rows"),
+        (RidgeCV(cv=102), BOTH, "cv=102 must be between 2 and the 101 rows"),
+        (RidgeCV([]), BOTH, "must be numbers of at least 0"),
+        (RidgeCV(scoring="accuracy"), BOTH, "scoring='accuracy' must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.fit(ROWS, y)
+    with pytest.raises(ValueError, match="cv=5 must be between 2 and the 3 groups"):
+        RidgeCV().fit(ROWS, BOTH, np.arange(101) % 3)
+    with pytest.raises(ValueError, match="expected one for each of 101 rows"):
+        RidgeCV().fit(ROWS, BOTH, np.arange(3))
+
+
+# --- of classes
+
+
+DRAWS = np.random.default_rng(3)
+NEAR = DRAWS.normal(size=(90, 5))
+NUMBERS = np.argmax(NEAR[:, :3] + DRAWS.normal(size=(90, 3)), 1)
+
+
+@pytest.mark.parametrize("names", [("b", "a", "c"), ("yes", "no", "no")])
+def test_classes_and_weights_are_those_of_scikit_learn(names: tuple[str, ...]) -> None:
+    classes = np.array(names)[NUMBERS]
+    ours = RidgeClassifierCV([2.0], cv=3).fit(NEAR, classes)
+    theirs = linear_model.RidgeClassifier(2.0).fit(NEAR, classes)
+    assert ours.classes_.tolist() == theirs.classes_.tolist()
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-10)
+    np.testing.assert_allclose(
+        ours.decision_function(NEAR),
+        theirs.decision_function(NEAR),
+        rtol=1e-9,
+        atol=1e-12,
+    )
+    assert (ours.predict(NEAR) == theirs.predict(NEAR)).all()
+
+
+def test_rows_that_are_held_out_are_not_seen() -> None:
+    classes, groups = np.array(["a", "b", "c"])[NUMBERS], np.arange(90) // 6
+    ours = RidgeClassifierCV([0.5, 5.0], cv=4).fit(NEAR, classes, groups)
+    for fold in range(4):
+        inside = ours.folds_ == fold
+        assert not set(groups[inside]) & set(groups[~inside])
+        theirs = linear_model.RidgeClassifier(ours.alpha_).fit(NEAR[~inside], classes[~inside])
+        assert (ours.without(fold).predict(NEAR) == theirs.predict(NEAR)).all()
+        np.testing.assert_allclose(
+            ours.without(fold).decision_function(NEAR),
+            theirs.decision_function(NEAR),
+            rtol=1e-8,
+        )
+
+
+def test_one_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="there are 1 classes on all ranks, expected at least 2"):
+        RidgeClassifierCV().fit(NEAR, ["a"] * 90)
