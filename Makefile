@@ -47,14 +47,15 @@ demo: $(USABLE)
 
 # while one writes: boxes, plans, schedules, shards, slides, the rules of the source, and on two ranks
 # operations on split images and whole layouts against one process; less than two minutes on two cores
-FAST := $(addprefix tests/, parallel spatial random \
+FAST := $(addprefix tests/, layout spatial/random \
+    $(addprefix spatial/, test_dims.py test_interpolation_weights.py test_one_rank.py test_recompute.py) \
     $(addprefix comm/, test_mesh.py test_plan.py test_dry.py) \
     $(addprefix pipeline/, test_schedule.py test_handovers.py test_simulate.py) \
     training/test_layouts.py \
-    $(addprefix data/, test_format.py test_chunks.py test_folder.py) configuring/test_keys.py \
+    $(addprefix data/, test_format.py test_chunks.py test_folder.py) common/configuring/test_keys.py \
     $(addprefix slides/, reading/test_opening.py reading/test_reader.py cutting/test_tiling.py \
     finding/test_tissue.py) \
-    test_contributing.py test_docs.py test_house.py test_init.py test_text.py)
+    test_contributing.py test_docs.py test_house.py test_init.py common/test_text.py)
 FAST_MPI := $(addprefix tests/mpi/, comm/test_repartition.py comm/test_reduce.py \
     $(addprefix spatial/, test_families.py test_norm.py test_recompute.py test_pool.py test_flip.py) \
     pipeline/test_front.py)
@@ -79,8 +80,9 @@ test-docs: $(READY)
 	$(SERIAL) $(OF_DOCS)
 
 # what surrounds the split step, or is tried on each dim alone: two ranks show what four would
-ON_TWO := $(addprefix tests/mpi/, benchmarks evaluating features integrations predicting/test_bag_run.py \
-    predicting/test_results.py spatial/test_losses.py spatial/test_op_db.py \
+ON_TWO := $(addprefix tests/mpi/, benchmarks training/test_lightning.py \
+    $(addprefix inference/, evaluating features predicting/test_bag_run.py predicting/test_results.py) \
+    spatial/test_losses.py spatial/test_op_db.py \
     training/tasks/test_own_metrics.py)
 test-mpi: $(READY)
 	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi $(addprefix --ignore , $(ON_TWO))
@@ -90,8 +92,8 @@ test-mpi: $(READY)
 
 	# layouts, messages and channels on three ranks, which divide nothing; layouts on two: test-device
 	$(RUN) 600 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/pipeline/test_equal_numbers.py \
-	    tests/mpi/channels tests/mpi/comm \
-	    $(addprefix --ignore tests/mpi/, channels/test_networks.py channels/test_parallel.py \
+	    tests/mpi/spatial/channels tests/mpi/comm \
+	    $(addprefix --ignore tests/mpi/, spatial/channels/test_networks.py spatial/channels/test_parallel.py \
 	    comm/test_agreement.py comm/test_backend.py comm/test_processes.py comm/test_transport.py) \
 	    $(addprefix tests/mpi/, $(addprefix pipeline/, test_state.py test_forward_state.py \
 	    test_samples_apart.py test_sharded.py) training/test_not_finite.py training/test_staging.py \
@@ -114,7 +116,7 @@ ON_SHARED ?= tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py tests/mp
 
 test-gpu: $(READY)
 	$(ON_GPU)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
-	    tests/mpi/benchmarks tests/mpi/channels tests/mpi/training/optimization \
+	    tests/mpi/benchmarks tests/mpi/training/optimization \
 	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
 	$(ON_GPU)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py
@@ -160,7 +162,7 @@ test-slow: $(READY)
 	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m slow tests/mpi || test $$? -eq 5; \
 	done
 	set -e; for ranks in 2 3; do \
-	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi/channels tests/mpi/comm \
+	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi/comm \
 	        tests/mpi/fuzz tests/mpi/pipeline tests/mpi/spatial tests/mpi/training; \
 	done
 	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial

@@ -92,11 +92,13 @@ _FOUND_IN = {
     "stream": "spatialdl.pipeline.streamed",
 }
 
+_MODULES = {"bags": "spatialdl.training.bags", "random": "spatialdl.spatial.random"}
+
 
 def __getattr__(name: str) -> object:
     """Import a name on first use."""
-    if name in ("bags", "random"):
-        return import_module(f"spatialdl.{name}")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _FOUND_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_FOUND_IN[name]), name)

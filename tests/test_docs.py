@@ -7,14 +7,13 @@ import pydoc
 import re
 
 import pytest
-import spatialdl.bags
 
 import spatialdl
 import spatialdl.data
 import spatialdl.export
-import spatialdl.inference.analysis
 import spatialdl.models
 import spatialdl.spatial.random
+from spatialdl.inference import analysis
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
@@ -26,10 +25,7 @@ PUBLIC["spatialdl.export.export"] = spatialdl.export.export
 PUBLIC["spatialdl.random.keyed"] = spatialdl.random.keyed
 ESTIMATORS = ("KMeans", "NearestNeighbors", "PCA", "Ridge", "RidgeCV", "RidgeClassifierCV")
 ESTIMATORS += ("TruncatedSVD",)
-PUBLIC |= {
-    f"spatialdl.inference.analysis.{name}": getattr(spatialdl.inference.analysis, name)
-    for name in ESTIMATORS
-}
+PUBLIC |= {f"{analysis.__name__}.{name}": getattr(analysis, name) for name in ESTIMATORS}
 MADE_BY_OTHERS = ("SpatialTensor", "ResNet", "ResNetV2")  # users call what returns them
 CLASSES = {name: one for name, one in PUBLIC.items() if inspect.isclass(one)}
 

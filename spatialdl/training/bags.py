@@ -26,6 +26,8 @@ from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 from spatialdl.torch_internals import BatchNormBase, InstanceNormBase
 
+__all__ = ["EndToEndNetwork"]
+
 MODES = ("slices", "graph")
 
 

@@ -182,7 +182,7 @@ def test_all_that_differs_is_told_before_there_is_a_run_directory(start, folders
         folder / "spatialdl",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    with (folder / "spatialdl" / "parallel" / "layout.py").open("a") as file:
+    with (folder / "spatialdl" / "layout" / "layout.py").open("a") as file:
         file.write("# as another branch has it\n")
     (folder / "networks.py").write_text(NETWORKS.replace("2, 3", "3, 3"))
     (folder / "scipy-0.9.dist-info").mkdir()

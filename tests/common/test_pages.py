@@ -64,7 +64,7 @@ def test_pages_take_head_and_colours_from_the_common_one(package: str) -> None:
     assert re.match(r'{% extends "(base|article)\.html" %}', text)
     assert "<head>" not in text
     used = set(re.findall(r"var\((--[\w-]+)\)", text))
-    common = files("spatialdl.pages").joinpath("base.html").read_text()
+    common = files("spatialdl.common").joinpath("base.html").read_text()
     assert used <= set(re.findall(r"(--[\w-]+):", text + common))
 
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from spatialdl.integrations import lightning
 from torch import Tensor
 
 from spatialdl import init_mesh, shard
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.spatial.table import is_spatial
+from spatialdl.training import lightning
 from spatialdl.training.lightning import (
     StartedProcesses,
     StartedRanks,

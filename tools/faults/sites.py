@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TALKING = ("comm", "parallel", "spatial", "channels", "pipeline", "streaming", "layout")
+TALKING = ("comm", "layout", "pipeline", "spatial")
 """Folders whose functions get the faults of communication as well."""
 
 _COMPARED = {

@@ -26,6 +26,7 @@ from tests.inference.features.tiny import Tiny
 REAL = Path(__file__).parents[3].parent / "shared" / "data" / "slides"
 TINY = ["--encoder", "tests.inference.features.tiny.Tiny", "--device", "cpu"]
 EXACT = ["--precision", "float64", "--dtype", "float32"]
+COMMAND = "spatialdl.inference.features.command"
 PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
 
 

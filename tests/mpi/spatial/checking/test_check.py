@@ -9,10 +9,11 @@ import pytest
 
 from spatialdl import check as command
 from spatialdl.comm.communicator import Communicator
+from tests.spatial.checking import user_networks
 from tests.spatial.checking.user_networks import line_of
 
 NETWORKS = "tests.spatial.checking.user_networks"
-FILE = Path(__file__).parents[2] / "checking" / "user_networks.py"
+FILE = Path(user_networks.__file__)
 
 pytestmark = pytest.mark.world(4)
 
