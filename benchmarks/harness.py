@@ -29,7 +29,7 @@ from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_of, device_path
 from spatialdl.comm.launch import launched, mpiexec_command
-from spatialdl.data.saving import load_json, save_json
+from spatialdl.common.files import load_json, save_json
 from spatialdl.planning.calibrate import environment, run_worker
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from spatialdl.common.files import sync
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.codec import Codec
-from spatialdl.data.saving import sync
 
 Pixels = npt.NDArray[np.uint8]
 Read = Callable[[int, int, int], Pixels]

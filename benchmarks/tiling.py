@@ -39,7 +39,6 @@ from benchmarks.harness import (
     run_ranks,
     start,
 )
-from spatialdl.data.jpeg import detects_damage
 from spatialdl.slides import command
 from spatialdl.slides.reading import native, reader
 from spatialdl.slides.synthetic import write_synthetic_slide
@@ -55,7 +54,7 @@ TARGETS = (
     "times hs2p), 0.85 through openslide, 1.8 by 2 processes"
 )
 BATCH = 4  # slides of a timed batch
-DECODER = "simplejpeg" if detects_damage() else "openslide"
+DECODER = "simplejpeg"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
         CheckpointError: if there is no checkpoint, or it is damaged.
     """
     from spatialdl.comm.single_process import SingleProcess
-    from spatialdl.data.saving import save_json, unfinished
+    from spatialdl.common.files import save_json, unfinished
     from spatialdl.training.checkpoints.content import AVERAGE, NUMBER, STATE
     from spatialdl.training.checkpoints.folder import LATEST, candidates
     from spatialdl.training.checkpoints.reading import Checkpoint, damages

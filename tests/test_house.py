@@ -130,7 +130,7 @@ NEEDED = PROJECT["dependencies"] + [
     one
     for extra in (
         *("mpi", "parquet", "slurm", "wandb", "mlflow", "volumes", "features", "lightning"),
-        *("dicom", "spatialdata", "tensorboard"),
+        *("dicom", "spatialdata", "tensorboard", "excel"),
     )
     for one in EXTRAS[extra]
 ]

@@ -1,1 +1,1 @@
-"""Configuration keys, pages, columns of text: what every room may import."""
+"""Files written atomically, locks, and strict readers of JSON, for all rooms."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from markupsafe import Markup
 
-from spatialdl.data.saving import replacing
+from spatialdl.common.files import replacing
 from spatialdl.version import __version__
 
 if TYPE_CHECKING:

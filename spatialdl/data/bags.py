@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.bag_labels import BagLabels, SlideRow
 from spatialdl.data.format import NO_LABEL
 from spatialdl.data.image_source import Box, Pixels, Size, check_box
 from spatialdl.data.shards import ShardDataset
+from spatialdl.data.tables import LABEL, SPLIT, SlideTable, TableRow
 from spatialdl.data.views import Views
 
 _DRAW = 0x7117  # separates the random draw of tiles from the order of the samples
@@ -260,13 +260,13 @@ def open_tile_bags(path: Path, key: str = "data.tiles") -> tuple[list[TileBag], 
     return [TileBag(slide, dataset, of[slide]) for slide in sorted(of)], dataset
 
 
-def labels_of_tiles(bags: Sequence[TileBag], dataset: ShardDataset) -> BagLabels:
+def labels_of_tiles(bags: Sequence[TileBag], dataset: ShardDataset) -> SlideTable:
     """The common label and split of each slide's tiles, as a table of slides.
 
     Raises:
         ValueError: tiles of one slide have different ones.
     """
-    rows = {}
+    rows = []
     for bag in bags:
         splits = {dataset.sample(n).split for n in bag.samples}
         labels = {int(dataset.labels[n]) for n in bag.samples}
@@ -278,5 +278,7 @@ def labels_of_tiles(bags: Sequence[TileBag], dataset: ShardDataset) -> BagLabels
             )
         label = labels.pop()
         cell = "" if label == NO_LABEL else dataset.classes[label]
-        rows[bag.slide] = SlideRow((cell,), splits.pop(), None, f"{bag.path}, slide {bag.slide}")
-    return BagLabels(bags[0].path, ("label",), rows, any(row.split for row in rows.values()))
+        where = f"{bag.path}, slide {bag.slide}"
+        rows.append(TableRow(bag.slide, {}, where, (cell,), splits.pop()))
+    columns = (LABEL, SPLIT) if any(row.split for row in rows) else (LABEL,)
+    return SlideTable(bags[0].path, "slide", columns, tuple(rows), (LABEL,))

@@ -148,7 +148,10 @@ def encode_lossless(codec: str, chunk: npt.NDArray[Any], level: int) -> bytes:
         chunk: numbers of any shape and type.
         level: zstd level.
     """
-    flat = _shuffled(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8), chunk.dtype.itemsize)
+    flat: npt.NDArray[Any] = np.ascontiguousarray(chunk).reshape(-1)
+    if flat.itemsize > 1:
+        flat = _codecs.byteshuffle_encode(flat.view(f"u{flat.itemsize}"), axis=0)
+    flat = flat.view(np.uint8)
     if codec == "zstd":
         packed = bytes(_codecs.zstd_encode(flat, level=level))
     else:
@@ -175,27 +178,10 @@ def decode_lossless(
         raise ValueError(f"cannot decompress: {error}") from error
     if count != len(flat):
         raise ValueError(f"it has {count} bytes, expected {len(flat)}")
-    return _unshuffled(flat, dtype.itemsize).view(dtype).reshape(shape)
+    if dtype.itemsize > 1:
+        flat = _codecs.byteshuffle_decode(flat.view(f"u{dtype.itemsize}"), axis=0)
+    return flat.view(dtype).reshape(shape)
 
 
 def _checksum(packed: bytes | Bytes) -> bytes:
     return int(_codecs.h5checksum_fletcher32(packed)).to_bytes(_SUM, "little")
-
-
-def _shuffled(flat: Bytes, size: int) -> Bytes:
-    if size == 1:
-        return flat
-    # One byte of all items at a time: several times as fast as a transposed copy.
-    items, out = flat.reshape(-1, size), np.empty((size, len(flat) // size), np.uint8)
-    for number in range(size):
-        out[number] = items[:, number]
-    return out.reshape(-1)
-
-
-def _unshuffled(flat: Bytes, size: int) -> Bytes:
-    if size == 1:
-        return flat
-    planes, out = flat.reshape(size, -1), np.empty((len(flat) // size, size), np.uint8)
-    for number in range(size):
-        out[:, number] = planes[number]
-    return out.reshape(-1)

@@ -34,8 +34,8 @@ _SPREAD = (1, 0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)
 class DatasetSource:
     """The samples of a user's data set, the same in every process, epoch by epoch.
 
-    It is an `ImageSource` of epoch 0; `at` returns those of other epochs. It is for one thread;
-    no other thread may draw random numbers at the same time.
+    It is an `ImageSource` of epoch 0, unless another one is named. It is for one thread; no other
+    thread may draw random numbers at the same time.
 
     Args:
         dataset: has `__len__` and `__getitem__`.
@@ -135,21 +135,21 @@ class DatasetSource:
     def labels(self, found: npt.NDArray[Any]) -> None:
         self._labels = found
 
-    def at(self, epoch: int) -> Epoch:
-        """An image source of one epoch."""
-        return Epoch(self, epoch)
+    def image_size(self, sample: int, epoch: int = 0) -> Size:
+        """([slices,] rows, columns) of a sample."""
+        return self.decoded(epoch, sample).pixels.shape[:-1]
 
-    def image_size(self, sample: int) -> Size:
-        """([slices,] rows, columns) of a sample in epoch 0."""
-        return self.at(0).image_size(sample)
+    def read(self, sample: int, box: Box | None = None, epoch: int = 0) -> Pixels:
+        """A box of an image."""
+        return _cut(self.decoded(epoch, sample).pixels, box, sample, 1)
 
-    def read(self, sample: int, box: Box | None = None) -> Pixels:
-        """A box of an image in epoch 0."""
-        return self.at(0).read(sample, box)
-
-    def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
-        """A box of a mask in epoch 0."""
-        return self.at(0).read_mask(sample, box)
+    def read_mask(
+        self, sample: int, box: Box | None = None, epoch: int = 0
+    ) -> npt.NDArray[np.uint8]:
+        """A box of a mask."""
+        if not self.has_masks:
+            raise ValueError(f"{self.name} has no masks")
+        return _cut(self.decoded(epoch, sample).target, box, sample, 0)
 
     def target(self, epoch: int, sample: int) -> npt.NDArray[Any]:
         """Target of a sample: class, int64 (), or values, float64 (targets,); -1 with masks."""
@@ -242,24 +242,6 @@ class DatasetSource:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_own": None, "_last": None, "_labels": None}
-
-
-class Epoch:
-    """The samples of an epoch of a `DatasetSource`, an `ImageSource`."""
-
-    def __init__(self, source: DatasetSource, epoch: int) -> None:
-        self._source, self._epoch = source, epoch
-
-    def image_size(self, sample: int) -> Size:
-        return self._source.decoded(self._epoch, sample).pixels.shape[:-1]
-
-    def read(self, sample: int, box: Box | None = None) -> Pixels:
-        return _cut(self._source.decoded(self._epoch, sample).pixels, box, sample, 1)
-
-    def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
-        if not self._source.has_masks:
-            raise ValueError(f"{self._source.name} has no masks")
-        return _cut(self._source.decoded(self._epoch, sample).target, box, sample, 0)
 
 
 def _extreme_labels(dataset: Any) -> list[int]:

@@ -18,8 +18,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.files import unfinished
 from spatialdl.data.chunk_map import own_dataset
-from spatialdl.data.saving import unfinished
 
 FEATURES, COORDS = "features", "coords"
 UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # raised for damaged HDF5
@@ -58,11 +58,8 @@ class FeatureFile:
         Raises:
             ValueError: the file is missing, damaged, or has no tile features.
         """
-        try:
-            with h5py.File(path, "r", locking=False) as h5:
-                return cls._described(path, h5)
-        except UNREADABLE as error:
-            raise ValueError(f"{path} has no readable features: {error}") from error
+        with _opened(path, "has no readable features") as h5:
+            return cls._described(path, h5)
 
     @classmethod
     def _described(cls, path: Path, h5: h5py.File) -> FeatureFile:
@@ -91,7 +88,7 @@ class FeatureFile:
             ValueError: the file is damaged or has changed.
         """
         rows = slice(start, self.tiles if stop is None else stop)
-        with self._opened() as h5:
+        with _opened(self.path, "is damaged") as h5:
             features = own_dataset(h5, FEATURES)
             return np.asarray(features[0, rows] if _has_extra_dim(features) else features[rows])
 
@@ -103,16 +100,17 @@ class FeatureFile:
         """
         if not self.has_coords:
             raise ValueError(f"{self.path} has no {COORDS!r}: tile coordinates are unknown")
-        with self._opened() as h5:
+        with _opened(self.path, "is damaged") as h5:
             return np.asarray(own_dataset(h5, COORDS)[:]).astype(np.int64)
 
-    @contextmanager
-    def _opened(self) -> Iterator[h5py.File]:
-        try:
-            with h5py.File(self.path, "r", locking=False) as h5:
-                yield h5
-        except UNREADABLE as error:
-            raise ValueError(f"{self.path} is damaged: {error}") from error
+
+@contextmanager
+def _opened(path: Path, problem: str) -> Iterator[h5py.File]:
+    try:
+        with h5py.File(path, "r", locking=False) as h5:
+            yield h5
+    except UNREADABLE as error:
+        raise ValueError(f"{path} {problem}: {error}") from error
 
 
 def _has_extra_dim(features: h5py.Dataset) -> bool:

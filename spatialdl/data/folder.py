@@ -8,7 +8,6 @@ complete. Ranks that write one data set exchange their errors, so no rank waits 
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import re
@@ -16,14 +15,12 @@ import shutil
 import socket
 import tempfile
 import time
-import warnings
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from spatialdl.common.files import FileLock, apply_umask, check_own, fsync_folder, load_json
 from spatialdl.data.format import MANIFEST
-from spatialdl.data.saving import NO_LOCKS, apply_umask, check_own, fsync_folder, load_json
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"
@@ -47,7 +44,7 @@ class FolderInProgress:
         ShardError: `target` exists and must not be replaced, or its parent is not writable.
     """
 
-    _lock: FileIO
+    _lock: FileLock | None = None
 
     def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         self.target = Path(target).resolve()
@@ -63,10 +60,9 @@ class FolderInProgress:
         parent, name = self.target.parent, self.target.name
         _remove_abandoned(self.target)
         path = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
-        self._lock = (path / _LOCK).open("ab+", 0)
         with suppress(OSError):  # without locks, abandoned folders cannot be recognised
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock.write(socket.gethostname().encode())
+            self._lock = FileLock(path / _LOCK)
+            self._lock.write(socket.gethostname())
         return path
 
     def publish(self) -> None:
@@ -89,12 +85,17 @@ class FolderInProgress:
     def discard(self) -> None:
         """Remove what was built."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        self._release()
 
     def _unlock(self) -> None:
         """Remove the lock file before the folder is published."""
         (self.path / _LOCK).unlink(missing_ok=True)
-        self._lock.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     @property
     def _old(self) -> Path:
@@ -153,46 +154,24 @@ class ResumableFolder(FolderInProgress):
 
     def _make(self) -> Path:
         path = self.target.with_name(f".{self.target.name}.partial")
-        while True:
+        while self._lock is None:
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
             try:
                 check_own(path)
-                self._lock = (path / _LOCK).open("ab+", 0)
+                self._lock = FileLock(path / _LOCK, optional=True)
             except FileNotFoundError:  # another process has just renamed it
                 continue
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                with self._lock:
-                    self._lock.seek(0)
-                    owner = self._lock.read().decode() or "another process"
+                owner = (path / _LOCK).read_text() or "another process"
                 raise ShardError(
                     f"{self.target} is being written by {owner}; wait for it, or choose another "
                     "folder"
                 ) from None
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                warnings.warn(
-                    f"the file system of {path} does not support locks: make sure that no other "
-                    f"batch writes to {self.target} at the same time",
-                    stacklevel=2,
-                )
-            if self._still_there(path):
-                break
-            self._lock.close()  # another process has just renamed it
         host, now = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError):  # the note only informs; later writes report a full disk
-            self._lock.truncate(0)
-            self._lock.write(f"process {os.getpid()} on {host} since {now}".encode())
+            self._lock.write(f"process {os.getpid()} on {host} since {now}")
         return path
-
-    def _still_there(self, path: Path) -> bool:
-        try:
-            return os.path.samestat((path / _LOCK).stat(), os.fstat(self._lock.fileno()))
-        except FileNotFoundError:
-            return False
 
     def _unlock(self) -> None:
         """Keep the lock until the folder is published: another run may look at it meanwhile."""
@@ -200,25 +179,24 @@ class ResumableFolder(FolderInProgress):
     def publish(self) -> None:
         """Rename the folder to its target; a data set of that name is removed afterwards."""
         super().publish()
-        (self.target / _LOCK).unlink()
-        self._lock.close()
+        (self.target / _LOCK).unlink(missing_ok=True)
+        self._release()
 
     def leave(self) -> None:
         """Keep partial results for another run; remove an empty folder."""
-        if not self._lock.closed and self.path.is_dir() and os.listdir(self.path) == [_LOCK]:
+        if self._lock is not None and self.path.is_dir() and os.listdir(self.path) == [_LOCK]:
             shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        self._release()
 
 
 def _remove_abandoned(target: Path) -> None:
     """Remove partial folders of killed processes of this machine."""
-    host = socket.gethostname().encode()
+    host = socket.gethostname()
     for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         with suppress(OSError, ShardError):
             check_own(path)
-            with (path / _LOCK).open("rb+", 0) as lock:
-                if lock.read() == host:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if in use
+            if (path / _LOCK).read_text() == host:
+                with FileLock(path / _LOCK, create=False):  # raises if in use
                     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -39,7 +39,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from spatialdl.data import fields
+from spatialdl.common import fields
+from spatialdl.common.files import file_status, replacing
 from spatialdl.data.codec import CODECS, Codec
 from spatialdl.data.image_source import DTYPES
 from spatialdl.data.samples import (
@@ -54,7 +55,6 @@ from spatialdl.data.samples import (
     shards_of,
     with_shards,
 )
-from spatialdl.data.saving import file_status, replacing
 from spatialdl.errors import ShardError
 
 FORMAT_VERSION = 4
@@ -228,6 +228,35 @@ def shard_status(folder: Path, info: ShardInfo) -> os.stat_result:
         return file_status(folder, info.file)
     except ValueError as error:
         raise ShardError(f"{error}; copy or write the data set again") from None
+
+
+def size_problem(folder: Path, info: ShardInfo) -> str:
+    """Why a shard does not have its recorded size; empty if it has."""
+    try:
+        size = shard_status(folder, info).st_size
+    except ShardError as error:
+        return f"cannot be read: {error}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if size == info.bytes:
+        return ""
+    return f"has {size} bytes, expected {info.bytes}; it was truncated or replaced"
+
+
+def shard_problem(
+    folder: Path, info: ShardInfo, progress: Callable[[int], object] | None = None
+) -> str:
+    """Why a shard is not intact, after reading all of it; empty if it is."""
+    problem = size_problem(folder, info)
+    if problem:
+        return problem
+    try:
+        actual = sha256_of(folder / info.file, progress)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if actual == info.sha256:
+        return ""
+    return f"has other contents (SHA-256 {actual[:12]}..., expected {info.sha256[:12]}...)"
 
 
 def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from spatialdl.common.files import link
 from spatialdl.data.folder import FolderInProgress
-from spatialdl.data.format import Manifest, shard_name, shard_status
+from spatialdl.data.format import Manifest, shard_name, size_problem
 from spatialdl.data.samples import Sample, ShardInfo, with_shards
-from spatialdl.data.saving import link
 from spatialdl.errors import ShardError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
@@ -93,13 +93,9 @@ def _loaded(folder: Path) -> Manifest:
     except ShardError as error:
         raise ShardError(f"part {folder.name!r} is missing or unfinished: {error}") from None
     for info in manifest.shards:
-        try:
-            whole = shard_status(folder, info).st_size == info.bytes
-        except OSError:
-            whole = False
-        if not whole:
+        if problem := size_problem(folder, info):
             path = folder / info.file
-            raise ShardError(f"part {folder.name!r} is damaged: {path}; write it again")
+            raise ShardError(f"part {folder.name!r} is damaged: {path} {problem}; write it again")
     return manifest
 
 

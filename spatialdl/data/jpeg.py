@@ -1,31 +1,23 @@
 """JPEG coding of image chunks, for shards and for the tiles of slides.
 
-libjpeg conceals damage in a stream and only warns. simplejpeg, if it is installed, raises an error
-then; the fallback imagecodecs does not. An `EncodedImage` is stored unchanged, stream by stream.
+libjpeg conceals damage in a stream and only warns; simplejpeg raises an error then. An
+`EncodedImage` is stored unchanged, stream by stream.
 """
 
 from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
-import imagecodecs
 import numpy as np
 import numpy.typing as npt
-
-try:
-    import simplejpeg
-except ImportError:
-    simplejpeg = None
+import simplejpeg
 
 Pixels = npt.NDArray[np.uint8]
 Shape = tuple[int, int, int]
 QUALITY = 90
 _CHANNELS = {"Gray": 1, "RGB": 3, "YCbCr": 3}
-_END = b"\xff\xd9"
 
 
 class JpegStream(bytes):
@@ -42,11 +34,6 @@ class JpegStream(bytes):
     def __reduce__(self) -> tuple[type[JpegStream], tuple[bytes, Shape]]:
         """Pickle the bytes with their shape."""
         return JpegStream, (bytes(self), self.shape)
-
-
-def detects_damage() -> bool:
-    """Whether decoding detects a damaged JPEG."""
-    return simplejpeg is not None
 
 
 def check_channels(channels: int) -> None:
@@ -69,14 +56,8 @@ def encode(chunk: Pixels, quality: int = QUALITY) -> JpegStream:
     """
     rows, cols, channels = chunk.shape
     check_channels(channels)
-    chunk = np.ascontiguousarray(chunk)
-    if simplejpeg is not None:
-        colours, sampled = ("GRAY", "Gray") if channels == 1 else ("RGB", "444")
-        stream = simplejpeg.encode_jpeg(chunk, quality, colours, sampled)
-    else:
-        stream = imagecodecs.jpeg8_encode(
-            chunk[..., 0] if channels == 1 else chunk, level=quality, subsampling="444"
-        )
+    colours, sampled = ("GRAY", "Gray") if channels == 1 else ("RGB", "444")
+    stream = simplejpeg.encode_jpeg(np.ascontiguousarray(chunk), quality, colours, sampled)
     return JpegStream(stream, (rows, cols, channels))
 
 
@@ -86,14 +67,8 @@ def decode(stream: bytes, shape: Shape) -> Pixels:
     Raises:
         ValueError: it is damaged, not a JPEG, or has another shape.
     """
-    if simplejpeg is not None:
-        _check_shape(_shape(stream), shape)  # the decoder would convert to any channels
-        return decode_colours(stream, shape[2])
-    if _END not in stream:  # the only check for a truncated stream here
-        raise ValueError("the JPEG has no end marker")
-    pixels = np.atleast_3d(_lenient(stream))
-    _check_shape(pixels.shape, shape)
-    return pixels
+    _check_shape(_shape(stream), shape)  # the decoder would convert to any channels
+    return decode_colours(stream, shape[2])
 
 
 def decode_colours(stream: bytes, channels: int) -> Pixels:
@@ -105,22 +80,16 @@ def decode_colours(stream: bytes, channels: int) -> Pixels:
     Raises:
         ValueError: it is damaged, or not a JPEG.
     """
-    colours = "GRAY" if channels == 1 else "RGB"
-    if simplejpeg is not None:
-        return np.asarray(simplejpeg.decode_jpeg(stream, colours))
-    return np.atleast_3d(_lenient(stream, "GRAYSCALE" if channels == 1 else colours))
+    return np.asarray(simplejpeg.decode_jpeg(stream, "GRAY" if channels == 1 else "RGB"))
 
 
 def decode_into(stream: mmap.mmap, out: Pixels) -> None:
     """Decode a large JPEG into an array, (rows, cols) of grey or (rows, cols, 3).
 
     Raises:
-        ValueError, RuntimeError: it is damaged.
+        ValueError: it is damaged.
     """
-    if simplejpeg is None:
-        imagecodecs.jpeg8_decode(stream, out=out)
-    else:
-        simplejpeg.decode_jpeg(stream, "GRAY" if out.ndim == 2 else "RGB", buffer=out)
+    simplejpeg.decode_jpeg(stream, "GRAY" if out.ndim == 2 else "RGB", buffer=out)
 
 
 def checked(stream: bytes, shape: Shape) -> JpegStream:
@@ -135,11 +104,8 @@ def checked(stream: bytes, shape: Shape) -> JpegStream:
     if isinstance(stream, JpegStream):
         _check_shape(stream.shape, shape)
         return stream
-    if simplejpeg is None:
-        decode(stream, shape)
-    else:
-        _check_shape(_shape(stream), shape)
-        simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1)
+    _check_shape(_shape(stream), shape)
+    simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1)
     return JpegStream(stream, shape)
 
 
@@ -164,13 +130,6 @@ def _shape_text(shape: tuple[int, ...]) -> str:
     return f"{rows} x {cols} with {channels} channel{'s' * (channels != 1)}"
 
 
-def _lenient(stream: bytes, colours: str | None = None) -> Pixels:
-    try:
-        return np.asarray(imagecodecs.jpeg8_decode(stream, outcolorspace=colours))
-    except RuntimeError as error:  # base class of imagecodecs' errors
-        raise ValueError(str(error)) from error
-
-
 class EncodedImage(ABC):
     """An image as a grid of JPEG streams, e.g. the tiles of a slide.
 
@@ -190,24 +149,11 @@ class EncodedImage(ABC):
         """The stream at a row and column of the grid: a JPEG with all its tables."""
 
 
-@dataclass
-class Streams(EncodedImage):
-    """Streams in memory, row by row."""
-
-    shape: tuple[int, int, int]
-    chunk: tuple[int, int]
-    streams: Sequence[bytes]
-
-    def encoded(self, row: int, col: int) -> bytes:
-        """The stream at a row and column of the grid."""
-        return self.streams[row * grid_of(self)[1] + col]
-
-
 def grid_of(image: EncodedImage) -> tuple[int, int]:
     """(Rows, columns) of the stream grid.
 
     Raises:
-        ValueError: an empty shape or chunk, or another number of streams.
+        ValueError: an empty shape or chunk.
     """
     shape, chunk = tuple(image.shape), tuple(image.chunk)
     if len(shape) != 3 or len(chunk) != 2 or min(*shape, *chunk) < 1:
@@ -215,13 +161,7 @@ def grid_of(image: EncodedImage) -> tuple[int, int]:
             f"encoded image has shape {shape} and chunks {chunk}, expected (rows, cols, channels) "
             "and (rows, cols)"
         )
-    grid = -(-shape[0] // chunk[0]), -(-shape[1] // chunk[1])
-    if isinstance(image, Streams) and len(image.streams) != grid[0] * grid[1]:
-        raise ValueError(
-            f"encoded image of {shape[0]} x {shape[1]} in chunks of {chunk[0]} x {chunk[1]} has "
-            f"{len(image.streams)} streams, expected {grid[0]} x {grid[1]}"
-        )
-    return grid
+    return -(-shape[0] // chunk[0]), -(-shape[1] // chunk[1])
 
 
 def checked_stream(image: EncodedImage, row: int, col: int) -> JpegStream:

@@ -8,7 +8,6 @@ encoder must learn the shapes from slide labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ MARKED = 2
 
 _GROUND, _INK = (225.0, 180.0, 205.0), (95.0, 60.0, 140.0)
 _LEAST = 24  # minimum tile side in pixels, into which a mark fits
-
-Floats = npt.NDArray[np.float64]
 
 
 class RareTilesBag:
@@ -88,45 +85,34 @@ class RareTilesBag:
 
 def draw_tile(rng: np.random.Generator, side: int, kind: str | None) -> Pixels:
     """Draw a tile (side, side, 3), with a mark unless `kind` is None."""
-    image = np.array(_GROUND) + rng.normal(0, 6, 3) + 10 * _clouds(rng, side)[..., None]
+    from scipy.ndimage import gaussian_filter
+
+    image = np.array(_GROUND) + rng.normal(0, 6, 3)
+    clouds = gaussian_filter(rng.normal(size=(side, side)), 2)
+    image = image + 10 * (clouds / clouds.std())[..., None]
     for _ in range(rng.integers(2, 5)):
-        _place(image, rng, rng.uniform(2, 4.2), lambda d, along, across, r: d < r)
+        _place(image, rng, rng.uniform(2, 4.2), None)
     if kind is not None:
-        _place(image, rng, rng.uniform(6, 8), _MARKS[kind])
+        _place(image, rng, rng.uniform(6, 8), kind)
     image += rng.normal(0, 5, image.shape)
     return image.clip(0, 255).astype(np.uint8)
 
 
-_Shape = Callable[[Floats, Floats, Floats, float], npt.NDArray[np.bool_]]
-"""Function of distances from the centre, coordinates along two rotated axes, radius, in pixels."""
-
-
-def _ring(distance: Floats, along: Floats, across: Floats, radius: float) -> npt.NDArray[np.bool_]:
-    return np.asarray((distance < radius) & (distance > radius - 2.2))
-
-
-def _cross(distance: Floats, along: Floats, across: Floats, radius: float) -> npt.NDArray[np.bool_]:
-    arms = (np.abs(along) < 1.3) | (np.abs(across) < 1.3)
-    return np.asarray((distance < 1.1 * radius) & arms)
-
-
-_MARKS: dict[str, _Shape] = {"cross": _cross, "ring": _ring}
-
-
-def _place(image: Floats, rng: np.random.Generator, radius: float, shape: _Shape) -> None:
+def _place(
+    image: npt.NDArray[np.float64], rng: np.random.Generator, radius: float, kind: str | None
+) -> None:
+    """Draw a mark, or a disc, at a random place, rotated at random."""
     side = len(image)
     middle = rng.uniform(radius + 1, side - radius - 2, 2)
     angle = rng.uniform(0, np.pi)
     rows, columns = np.mgrid[:side, :side] - middle[:, None, None]
-    along = columns * np.cos(angle) + rows * np.sin(angle)
-    across = rows * np.cos(angle) - columns * np.sin(angle)
-    inside = shape(np.hypot(rows, columns), along, across, radius)
+    distance = np.hypot(rows, columns)
+    inside = distance < radius
+    if kind == "ring":
+        inside &= distance > radius - 2.2
+    elif kind == "cross":
+        along = columns * np.cos(angle) + rows * np.sin(angle)
+        across = rows * np.cos(angle) - columns * np.sin(angle)
+        arms = np.minimum(np.abs(along), np.abs(across)) < 1.3
+        inside = (distance < 1.1 * radius) & arms
     image[inside] = np.array(_INK) + rng.normal(0, 10, 3)
-
-
-def _clouds(rng: np.random.Generator, side: int) -> Floats:
-    """Smooth noise of standard deviation 1."""
-    from scipy.ndimage import gaussian_filter
-
-    found: Floats = gaussian_filter(rng.normal(size=(side, side)), 2)
-    return np.asarray(found / found.std())

@@ -43,6 +43,9 @@ class RegionShards(ShardSeries):
         coding: coding of the images.
         prefix: prefix of region names.
         spatial: number of dims of a region, 3 for volumes.
+
+    Attributes:
+        channels: channels of every region; 0 before the first was added.
     """
 
     def __init__(
@@ -56,15 +59,8 @@ class RegionShards(ShardSeries):
     ) -> None:
         super().__init__(folder, shard_size, coding)
         self._spatial, self._stripes, self._prefix = spatial, stripes, prefix
-        self._channels: int | None = None
+        self.channels = 0
         self.samples: list[RegionSample] = []
-
-    @property
-    def channels(self) -> int:
-        """Channels of every region, known after the first was added."""
-        if self._channels is None:
-            raise ValueError("no region was added yet, so the number of channels is unknown")
-        return self._channels
 
     def add(
         self,
@@ -143,11 +139,11 @@ class RegionShards(ShardSeries):
     def _check_same(self, channels: int, dtype: np.dtype[Any], masked: bool) -> None:
         if not self.samples:  # one that could not be stored decides nothing
             self._coding.check(channels, dtype, self._spatial)
-            self._channels, self.dtype, self.masks = channels, dtype, masked
-        if (channels, dtype) != (self._channels, self.dtype):
+            self.channels, self.dtype, self.masks = channels, dtype, masked
+        if (channels, dtype) != (self.channels, self.dtype):
             raise OtherTypeError(
                 f"it has {channels} channels of {dtype}, earlier ones have "
-                f"{self._channels} of {self.dtype}; a data set has one type, so convert it"
+                f"{self.channels} of {self.dtype}; a data set has one type, so convert it"
             )
         if masked != self.masks:
             raise ValueError("some regions have masks and others do not; give all of them masks")

@@ -7,7 +7,6 @@ them; compressed ones, because plain HDF5 lacks these codecs.
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import product
@@ -18,11 +17,11 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.files import settle, sync
 from spatialdl.data.codec import Coding
 from spatialdl.data.format import sha256_of, shard_name
 from spatialdl.data.jpeg import JpegStream
 from spatialdl.data.samples import ShardInfo
-from spatialdl.data.saving import settle, sync
 
 Pixels = npt.NDArray[Any]
 
@@ -184,8 +183,7 @@ class Settling:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="settling")
-        self._waiting: deque[tuple[int, Future[ShardInfo]]] = deque()
-        self._settled: dict[int, ShardInfo] = {}
+        self._shards: list[Future[ShardInfo]] = []
 
     def add(self, file: ShardFile) -> None:
         """Close a shard and queue it for the thread.
@@ -194,11 +192,9 @@ class Settling:
             OSError: this one, or an earlier one, cannot be written.
         """
         file.close()
-        while len(self._waiting) >= _MOST_WAITING:
-            self._take()
-        while self._waiting and self._waiting[0][1].done():
-            self._take()
-        self._waiting.append((file.number, self._thread.submit(file.settle)))
+        for shard in self._shards[: 1 - _MOST_WAITING]:
+            shard.result()
+        self._shards.append(self._thread.submit(file.settle))
 
     def finish(self) -> list[ShardInfo]:
         """Wait for all shards and return their manifest entries, by number.
@@ -206,20 +202,13 @@ class Settling:
         Raises:
             OSError: a shard cannot be written.
         """
-        while self._waiting:
-            self._take()
+        infos = [shard.result() for shard in self._shards]
         self._thread.shutdown()
-        return [self._settled[number] for number in sorted(self._settled)]
+        return sorted(infos, key=lambda info: info.file)
 
     def abort(self) -> None:
         """Cancel queued shards; return when no write is in progress."""
         self._thread.shutdown(cancel_futures=True)
-        self._waiting.clear()
-
-    def _take(self) -> None:
-        number, settled = self._waiting[0]
-        self._settled[number] = settled.result()  # a failed one stays queued, to raise again
-        self._waiting.popleft()
 
 
 class ShardSeries:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from spatialdl.data.chunk_map import Where
 from spatialdl.data.codec import Coding
-from spatialdl.data.format import NO_LABEL, Manifest, sha256_of, shard_status
+from spatialdl.data.format import NO_LABEL, Manifest, shard_problem, size_problem
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, extents, pairs, whole_box
 from spatialdl.data.open_shards import OpenShard, OpenShards
 from spatialdl.data.region_shard import region_path
@@ -174,19 +174,16 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         """Read every shard and compare its SHA-256 with the manifest.
 
         Raises:
-            ShardError: with every shard whose contents changed, and the indices of its samples in
-                the folder.
+            ShardError: with every damaged shard, and the indices of its samples in the folder.
         """
-        _check_sizes(self.path, self.manifest)
         wrong = [
-            f"{info.file} ({self.manifest.describe_samples(number)})"
+            f"{info.file} {problem} ({self.manifest.describe_samples(number)})"
             for number, info in enumerate(self.manifest.shards)
-            if sha256_of(self.path / info.file) != info.sha256
+            if (problem := shard_problem(self.path, info))
         ]
         if wrong:
             raise ShardError(
-                f"data set {self.path}: contents changed since it was written (SHA-256) in "
-                f"{', '.join(wrong)}; copy or write the data set again"
+                f"data set {self.path}: {'; '.join(wrong)}; copy or write the data set again"
             )
 
     def close(self) -> None:
@@ -270,15 +267,7 @@ def _bands(
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for info in manifest.shards:
-        try:
-            size = shard_status(folder, info).st_size
-        except OSError as error:
+        if problem := size_problem(folder, info):
             raise ShardError(
-                f"data set {folder}: cannot find {info.file} ({error.strerror}); "
-                "copy or write the data set again"
-            ) from error
-        if size != info.bytes:
-            raise ShardError(
-                f"data set {folder}: {info.file} has {size} bytes, the manifest records "
-                f"{info.bytes}; it was truncated or replaced, copy or write the data set again"
+                f"data set {folder}: {info.file} {problem}; copy or write the data set again"
             )

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.common.files import load_json, save_json
 from spatialdl.data.format import MANIFEST, sha256_of
 from spatialdl.data.image_source import Box, Pixels, whole_box
-from spatialdl.data.saving import load_json, save_json
 from spatialdl.data.shards import ShardDataset
 
 log = logging.getLogger("spatialdl.data")

@@ -1,10 +1,4 @@
-"""Targets of a data set from a CSV beside it: several classes or values per image.
-
-::
-
-    slide,oestrogen,progesterone          sample,age
-    a.svs,1,0                             0,63.5
-    b.svs,1,                              1,71
+"""Targets of a data set from a table beside it: several classes or values per image.
 
 A row applies to all samples of a slide, or to one sample, numbered as in the manifest from 0. Empty
 cells are unknown targets.
@@ -13,49 +7,42 @@ cells are unknown targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from spatialdl.data.shards import ShardDataset
-from spatialdl.data.slide_table import read_table
+from spatialdl.data.tables import NAME_COLUMNS, SAMPLE, SlideTable, read_labels
 
-Targets = npt.NDArray[np.float64]
-
-_KEYS = ("sample", "slide")
-UNKNOWN_TARGETS = ("", "nan", "na", "none")
+_UNKNOWN = ("", "nan", "na", "none")
 """Cells of unknown targets, in lower case."""
 
 
-def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str, list[float]]]:
-    """Read a CSV of targets.
+def read_targets(file: Path, *, binary: bool) -> tuple[SlideTable, dict[str, list[float]]]:
+    """Read a table of targets.
 
     Args:
         binary: whether every target is 0 or 1, and -1 means unknown.
 
     Returns:
-        "sample" or "slide", the names of the targets, and the targets by sample or slide, NaN where
+        The table, with names of targets as labels; and targets by name of the row, NaN where
         unknown.
 
     Raises:
         ValueError: the file is missing or malformed, with the line.
     """
-    table = read_table(file, names=_KEYS)
-    names = [name for name in table.columns if name != table.key]
-    if not names or not all(names):
-        raise ValueError(
-            f"{file} has the header {','.join(table.columns)}: every target needs a column with a "
-            f"name beside {table.key}"
-        )
+    table = read_labels(file, None, (SAMPLE, *NAME_COLUMNS), "their names in the header")
+    if not all(table.labels):
+        raise ValueError(f"{file} has a column without a name, but every target needs one")
     found = {
-        row[table.key]: [
-            target_of(row[name], f"{file} line {line}, {name}", binary) for name in names
+        row.name: [
+            target_of(cell, f"{row.where}, {name}", binary)
+            for cell, name in zip(row.labels, table.labels, strict=True)
         ]
-        for line, row in zip(table.lines, table.rows, strict=True)
+        for row in table.rows
     }
-    return table.key, names, found
+    return table, found
 
 
 def target_of(cell: str, where: str, binary: bool) -> float:
@@ -64,7 +51,7 @@ def target_of(cell: str, where: str, binary: bool) -> float:
     Raises:
         ValueError: not a number, or a binary target not 0, 1 or -1; begins with `where`.
     """
-    if cell.lower() in UNKNOWN_TARGETS:
+    if cell.lower() in _UNKNOWN:
         return math.nan
     try:
         value = float(cell)
@@ -81,32 +68,8 @@ def target_of(cell: str, where: str, binary: bool) -> float:
     return value
 
 
-def match_targets(
-    file: Path, key: str, found: dict[str, list[float]], samples: Sequence[str], what: str
-) -> Targets:
-    """Targets of samples, float64 (N, targets).
-
-    Args:
-        samples: the number or slide of each, as in the CSV.
-        what: description of the samples in messages.
-
-    Raises:
-        ValueError: samples are missing in the file, or all targets are unknown.
-    """
-    without = [name for name in dict.fromkeys(samples) if name not in found]
-    if without:
-        raise ValueError(
-            f"{file} has no line for {len(without)} of the {key}s of {what}, such as {key} "
-            f"{without[0]!r}; it has {len(found)}, such as {next(iter(found), 'none')!r}"
-        )
-    targets = np.array([found[name] for name in samples], np.float64)
-    if np.isnan(targets).all():
-        raise ValueError(f"{file} has only empty targets for {what}: nothing to learn")
-    return targets
-
-
 def set_targets(file: Path, sources: Sequence[ShardDataset], path: Path, binary: bool) -> list[str]:
-    """Replace the labels of the splits of a data set by the targets of a CSV.
+    """Replace the labels of the splits of a data set by the targets of a table.
 
     Args:
         sources: splits of the data set in the folder `path`.
@@ -116,25 +79,31 @@ def set_targets(file: Path, sources: Sequence[ShardDataset], path: Path, binary:
         The names of the targets.
 
     Raises:
-        ValueError: the CSV does not match the data set.
+        ValueError: the table does not match the data set: samples are missing in it, or all of
+            their targets are unknown.
     """
-    key, names, found = read_targets(file, binary=binary)
-    if key == "sample":
-        _check_numbers(file, found, len(ShardDataset(path)))
-    for source in sources:
-        if key == "slide":
-            known = [source.sample(number).slide for number in range(len(source))]
-        else:
-            known = [str(number) for number in sample_numbers(source)]
-        targets = match_targets(file, key, found, known, str(path))
-        source.labels = targets  # type: ignore[assignment]
-    return names
-
-
-def _check_numbers(file: Path, found: Iterable[str], samples: int) -> None:
-    for name in found:
+    table, found = read_targets(file, binary=binary)
+    by_sample = table.key == SAMPLE
+    what, samples = "sample" if by_sample else "slide", len(sources[0].manifest.samples)
+    for name in found if by_sample else ():
         if not (name.isdecimal() and int(name) < samples and name == str(int(name))):
             raise ValueError(f"{file}: no sample {name}, expected 0 to {samples - 1}")
+    for source in sources:
+        known = [str(number) for number in source.numbers]
+        if not by_sample:
+            known = [source.sample(number).slide for number in range(len(source))]
+        rows, _ = table.match(known)
+        without = [name for name in dict.fromkeys(known) if name not in rows]
+        if without:
+            raise ValueError(
+                f"{file} has no line for {len(without)} of the {what}s of {path}, such as {what} "
+                f"{without[0]!r}; it has {len(found)}, such as {next(iter(found))!r}"
+            )
+        targets = np.array([found[rows[name].name] for name in known], np.float64)
+        if np.isnan(targets).all():
+            raise ValueError(f"{file} has only empty targets for {path}: nothing to learn")
+        source.labels = targets  # type: ignore[assignment]
+    return list(table.labels)
 
 
 def sample_numbers(source: ShardDataset) -> list[int]:

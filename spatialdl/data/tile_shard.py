@@ -26,6 +26,9 @@ class TileShards(ShardSeries):
         coding: coding of the images.
         chunk: (rows, columns) of an image chunk; None is that of the first tile if it is encoded,
             else 512 x 512 or the whole tile.
+
+    Attributes:
+        shape: (rows, columns, channels) of every tile; 0 before the first was added.
     """
 
     def __init__(
@@ -38,19 +41,9 @@ class TileShards(ShardSeries):
         super().__init__(folder, shard_size, coding)
         self._chunk = chunk
         self._stacks: dict[str, Chunks] = {}  # datasets of the open file
-        self._shape: tuple[int, int, int] | None = None
+        self.shape: tuple[int, int, int] = (0, 0, 0)
         self._in_shard: list[TileSample] = []
         self.samples: list[TileSample] = []
-
-    @property
-    def tile_size(self) -> tuple[int, int]:
-        """(Rows, columns) of every tile, known after the first was added."""
-        return self._known_shape[:2]
-
-    @property
-    def channels(self) -> int:
-        """Channels of every tile, known after the first was added."""
-        return self._known_shape[2]
 
     def add(
         self,
@@ -98,14 +91,13 @@ class TileShards(ShardSeries):
         self._end_sample(file, classes, known)
 
     @property
-    def _known_shape(self) -> tuple[int, int, int]:
-        if self._shape is None:
-            raise ValueError("no tile was added yet, so the tile size is unknown")
-        return self._shape
+    def channels(self) -> int:
+        """Channels of every tile."""
+        return self.shape[2]
 
     @property
     def _capacity(self) -> int:
-        each = stored_bytes(self.tile_size, self.channels, self._chunk, self.dtype.itemsize)
+        each = stored_bytes(self.shape[:2], self.shape[2], self._chunk, self.dtype.itemsize)
         return max(1, self._shard_size // each)
 
     def _check_same(
@@ -120,13 +112,13 @@ class TileShards(ShardSeries):
                 f"encoded tile has chunks of {chunk}, the data set has {self._chunk}; "
                 "use the same for all tiles, or add this one as pixels"
             )
-        if self._shape is None:
+        if not any(self.shape):
             self._coding.check(shape[2], dtype)
-            self._shape, self.dtype, self.masks = shape, dtype, masked
+            self.shape, self.dtype, self.masks = shape, dtype, masked
             self._chunk = self._chunk or chunk or chunk_size(*shape[:2])
-        if shape != self._shape:
+        if shape != self.shape:
             raise ValueError(
-                f"tile has shape {shape}, earlier ones have {self._shape}; tiles are all of one "
+                f"tile has shape {shape}, earlier ones have {self.shape}; tiles are all of one "
                 "size (images of any size are kind='regions')"
             )
         if dtype != self.dtype:
@@ -139,7 +131,7 @@ class TileShards(ShardSeries):
 
     def _start(self, stripe: int = 0) -> ShardFile:
         file = super()._start(stripe)
-        rows, cols, channels = self._known_shape
+        rows, cols, channels = self.shape
         usual = chunk_size(rows, cols)
         images = Chunks(
             file.h5,

@@ -126,12 +126,11 @@ class Views:
 
     def _place(self, drawn: Draw, epoch: int, sample: int, box: Box, masks: bool) -> Pixels:
         source: Any = self.source
-        if isinstance(source, DatasetSource):
-            source = source.at(epoch)
-        stored = source.image_size(sample)
+        more = {"epoch": epoch} if isinstance(source, DatasetSource) else {}
+        stored = source.image_size(sample, **more)
         window = window_of(drawn, stored, self.size)
         under = window.source_box(box)
-        read = partial(source.read_mask if masks else source.read, sample)
+        read = partial(source.read_mask if masks else source.read, sample, **more)
         pixels = read_padded(read, stored, under, partial(self._empty, under, masks))
         return np.ascontiguousarray(window.arrange(pixels))
 

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data import fields
+from spatialdl.common import fields
 from spatialdl.data.image_source import Box, pairs
 from spatialdl.data.samples import VolumeSample, spacing_of
 

@@ -276,24 +276,21 @@ class ShardWriter:
             self._folder.discard()
 
     def _finish(self) -> None:
-        filled = bool(self._shards.samples)
-        if not filled and self._part is None:
+        if not self._shards.samples and self._part is None:  # a part may be empty
             raise ShardError(f"no samples were added, so the data set {self.path} was not written")
-        infos = self._shards.finish()
-        size = None
-        if isinstance(self._shards, TileShards):
-            size = self._shards.tile_size if filled else (0, 0)
+        shards, infos = self._shards, self._shards.finish()
+        tile = shards.shape if isinstance(shards, TileShards) else None
         manifest = Manifest(
             kind=self._kind,
             classes=self._classes,
-            channels=self._shards.channels if filled else 0,  # a part may be empty
-            tile_size=size,
+            channels=shards.channels,
+            tile_size=None if tile is None else tile[:2],
             mpp=self._mpp,
-            masks=self._shards.masks,
+            masks=shards.masks,
             codec=self._codec,
-            dtype=self._shards.dtype.name,
+            dtype=shards.dtype.name,
             shards=infos,
-            samples=list(self._shards.samples),
+            samples=list(shards.samples),
             made_with=self._made_with,
         )
         manifest.save(self._folder.path)

@@ -26,7 +26,7 @@ from spatialdl.comm import allocator
 from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.capacity import usable_cores
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.data.saving import replacing
+from spatialdl.common.files import replacing
 
 TINY = ("model=resnet18", "model.width=2", "data.image_size=[64,64]", "data.batch_size=4")
 TINY_RUN = (

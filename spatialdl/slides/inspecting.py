@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from spatialdl.common.text import aligned, counted, fitted, readable_bytes
 from spatialdl.data.folder import COORDS
-from spatialdl.data.format import MANIFEST, Manifest, sha256_of, shard_status
+from spatialdl.data.format import MANIFEST, Manifest, shard_problem, size_problem
 from spatialdl.data.samples import RegionSample, ShardInfo, VolumeSample
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.layout.layout import spatial_names
@@ -144,7 +144,7 @@ def _describe_data_set(path: Path) -> str:
     }
     lines = [f"{name:<10} {text}" for name, text in facts.items() if text]
     lines += ["", *_count_samples(manifest)]
-    problems = [f"remark: {k.file} {what}" for k in shards if (what := _size_problem(path, k))]
+    problems = [f"remark: {k.file} {what}" for k in shards if (what := size_problem(path, k))]
     lines += [""] * bool(problems) + problems
     settings = {name: value for name, value in manifest.made_with.items() if value is not None}
     lines += ["", "made with"] * bool(settings)
@@ -204,7 +204,7 @@ class Verified:
         return "\n  ".join([head, *self.problems])
 
 
-def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
+def verify(path: str | os.PathLike[str]) -> Verified:
     """Compare every file of a data set with its recorded size and checksum.
 
     These are the shards of the manifest or, for `spatialdl-tile --format coords`, the files of
@@ -212,7 +212,6 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
 
     Args:
         path: the data set folder.
-        progress: show a progress bar on a terminal.
 
     Raises:
         ShardError: the folder is missing, or its manifest is missing or damaged.
@@ -226,11 +225,10 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
     shards = _coords_files(path) if manifest is None else manifest.shards
     total = sum(shard.bytes for shard in shards)
     problems = []
-    off = None if progress else True
-    with tqdm(total=total, unit="B", unit_scale=True, disable=off, leave=False) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         for number, shard in enumerate(shards):
             bar.set_description(shard.file)
-            problem = _size_problem(path, shard) or _content_problem(path, shard, bar.update)
+            problem = shard_problem(path, shard, bar.update)
             if problem and manifest is not None and os.path.isfile(path / shard.file):
                 problem += f"; it contains {manifest.describe_samples(number)}"
             if problem:
@@ -245,26 +243,3 @@ def _coords_files(path: Path) -> list[ShardInfo]:
         what = f"the record of {damaged[0]}" if damaged else "every record"
         raise ShardError(f"data set {path}: {what} is missing or damaged; write it again")
     return [file for _, record in records if record is not None for file in record.files]
-
-
-def _size_problem(folder: Path, shard: ShardInfo) -> str:
-    """Say why a file does not have its recorded size; empty if it has."""
-    try:
-        size = shard_status(folder, shard).st_size
-    except ShardError as error:
-        return f"cannot be read: {error}"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if size == shard.bytes:
-        return ""
-    return f"has {size} bytes, expected {shard.bytes}; it was truncated or replaced"
-
-
-def _content_problem(folder: Path, shard: ShardInfo, progress: Callable[[int], object]) -> str:
-    try:
-        actual = sha256_of(folder / shard.file, progress)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if actual == shard.sha256:
-        return ""
-    return f"has other contents (SHA-256 {actual[:12]}..., expected {shard.sha256[:12]}...)"

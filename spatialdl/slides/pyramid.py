@@ -18,7 +18,7 @@ import numpy.typing as npt
 import tifffile
 from PIL import Image
 
-from spatialdl.data.saving import unfinished
+from spatialdl.common.files import unfinished
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from omegaconf import DictConfig, ListConfig
 
-from spatialdl.data.bag_labels import BagLabels, SlideRow, read_bag_labels
 from spatialdl.data.bags import Bag, BagSource, labels_of_tiles, open_tile_bags
 from spatialdl.data.feature_file import list_features
 from spatialdl.data.rare_tiles import KINDS, RareTilesBag
+from spatialdl.data.tables import LABEL, SPLIT, SlideTable, TableRow, read_labels
 from spatialdl.data.targets import target_of
 
 log = logging.getLogger("spatialdl.data")
@@ -96,7 +96,7 @@ def _drawn(
     return source(int(data.slides), "train", 0), validation, KINDS
 
 
-def _opened(data: DictConfig, task: str) -> tuple[dict[str, Bag], BagLabels]:
+def _opened(data: DictConfig, task: str) -> tuple[dict[str, Bag], SlideTable]:
     """Bags of all slides by name, and their labels."""
     columns = _columns(data, task)
     bags: Sequence[Bag]
@@ -112,7 +112,7 @@ def _opened(data: DictConfig, task: str) -> tuple[dict[str, Bag], BagLabels]:
         labels = labels_of_tiles(bags, dataset) if data.labels is None else None
     return (
         {bag.slide: bag for bag in bags},
-        labels or read_bag_labels(Path(data.labels).expanduser(), columns),
+        labels or read_labels(Path(data.labels).expanduser(), columns),
     )
 
 
@@ -131,7 +131,7 @@ def feature_paths(setting: Any) -> list[Path]:
 def _columns(data: DictConfig, task: str) -> Sequence[str] | None:
     setting = data.columns
     if setting is None:
-        return {"classification": ["label"], "survival": list(SURVIVAL)}.get(task)
+        return {"classification": [LABEL], "survival": list(SURVIVAL)}.get(task)
     columns = list(setting) if isinstance(setting, ListConfig) else [setting]
     if not columns or not all(isinstance(one, str) for one in columns):
         raise ValueError(f"data.columns={setting} must be a column of data.labels, or a list")
@@ -143,8 +143,8 @@ def _columns(data: DictConfig, task: str) -> Sequence[str] | None:
 
 
 def _matched(
-    table: BagLabels, files: Mapping[str, Bag], skip_missing: bool, content: str
-) -> dict[str, SlideRow]:
+    table: SlideTable, files: Mapping[str, Bag], skip_missing: bool, content: str
+) -> dict[str, TableRow]:
     """Rows of slides that have a feature file, or tiles."""
     rows, missing = table.match(list(files))
     if missing and not (skip_missing and rows):
@@ -162,17 +162,17 @@ def _matched(
     return {slide: rows[slide] for slide in files if slide in rows}
 
 
-def _known(rows: Mapping[str, SlideRow], task: str) -> dict[str, SlideRow]:
+def _known(rows: Mapping[str, TableRow], task: str) -> dict[str, TableRow]:
     """Rows with a label."""
     needs_all = task in ("classification", "survival")
     check: Callable[[Sequence[str]], bool] = all if needs_all else any
-    without = [slide for slide, row in rows.items() if not check(row.cells)]
+    without = [slide for slide, row in rows.items() if not check(row.labels)]
     if without:
         log.warning("%s have no label and are skipped", _counted(without, len(rows)))
     return {slide: row for slide, row in rows.items() if slide not in set(without)}
 
 
-def _with_tiles(rows: Mapping[str, SlideRow], files: Mapping[str, Bag]) -> dict[str, SlideRow]:
+def _with_tiles(rows: Mapping[str, TableRow], files: Mapping[str, Bag]) -> dict[str, TableRow]:
     empty = [slide for slide in rows if files[slide].tiles == 0]
     if empty:
         log.warning("%s have no tiles and are skipped", _counted(empty, len(rows)))
@@ -186,16 +186,16 @@ def _with_tiles(rows: Mapping[str, SlideRow], files: Mapping[str, Bag]) -> dict[
 
 
 def _labels(
-    rows: Mapping[str, SlideRow], table: BagLabels, task: str
+    rows: Mapping[str, TableRow], table: SlideTable, task: str
 ) -> tuple[npt.NDArray[Any], list[str]]:
     """Labels of all slides, and names of classes or targets."""
     if task == "classification":
-        texts = [row.cells[0] for row in rows.values()]
+        texts = [row.labels[0] for row in rows.values()]
         classes = sorted(set(texts), key=_in_order)
         numbers = {name: number for number, name in enumerate(classes)}
         return np.array([numbers[one] for one in texts], np.int64), classes
-    targets = [_row(row, table.columns, task) for row in rows.values()]
-    return np.array(targets, np.float64), list(table.columns)
+    targets = [_row(row, table.labels, task) for row in rows.values()]
+    return np.array(targets, np.float64), list(table.labels)
 
 
 def _in_order(name: str) -> tuple[bool, int, str]:
@@ -204,29 +204,29 @@ def _in_order(name: str) -> tuple[bool, int, str]:
     return not is_number, int(name) if is_number else 0, name
 
 
-def _row(row: SlideRow, columns: Sequence[str], task: str) -> list[float]:
+def _row(row: TableRow, columns: Sequence[str], task: str) -> list[float]:
     binary = [task == "multilabel" or (task == "survival" and n == 1) for n in range(len(columns))]
     values = [
         target_of(cell, f"{row.where}, {name}", is_binary)
-        for cell, name, is_binary in zip(row.cells, columns, binary, strict=True)
+        for cell, name, is_binary in zip(row.labels, columns, binary, strict=True)
     ]
     if task == "survival" and not (values[0] >= 0 and values[1] in (0, 1)):
         raise ValueError(
-            f"{row.where}: {columns[0]}={row.cells[0]}, {columns[1]}={row.cells[1]}: the time must "
-            "be at least 0, the event 1 (observed) or 0 (censored)"
+            f"{row.where}: {columns[0]}={row.labels[0]}, {columns[1]}={row.labels[1]}: the time "
+            "must be at least 0, the event 1 (observed) or 0 (censored)"
         )
     return values
 
 
 def _splits(
     data: DictConfig,
-    table: BagLabels,
-    rows: Mapping[str, SlideRow],
+    table: SlideTable,
+    rows: Mapping[str, TableRow],
     seed: int,
     classes: npt.NDArray[Any] | None,
 ) -> dict[str, str | None]:
     """Split of each slide; without a split column, patients are drawn, stratified by class."""
-    if table.has_split or data.split is None or data.validation_split is None:
+    if SPLIT in table.columns or data.split is None or data.validation_split is None:
         return {slide: row.split for slide, row in rows.items()}
     fraction = data.validation_fraction
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:

@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from spatialdl.common import fields
 from spatialdl.common.text import counted
-from spatialdl.data import fields
 from spatialdl.errors import CheckpointError
 
 

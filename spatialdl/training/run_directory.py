@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 from omegaconf import DictConfig
 
-from spatialdl.data.saving import TEMPORARY, replacing
+from spatialdl.common.files import TEMPORARY, replacing
 from spatialdl.training.pictures.curves import draw_curves
 
 log = logging.getLogger("spatialdl.trainer")

@@ -17,14 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Self
 from uuid import uuid4
 
 from spatialdl.comm.ending import end_job_for_sure
-from spatialdl.data.saving import NO_LOCKS
+from spatialdl.common.files import NO_LOCKS, is_at
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -111,7 +111,7 @@ def _acquired(path: Path, own: LockHolder) -> IO[bytes]:
     while True:
         file: IO[bytes] = path.open("ab")
         locked = _lock(file)
-        if locked and not _is_at(file, path):
+        if locked and not is_at(path, file.fileno()):
             file.close()  # it was replaced before it was locked
             continue
         there = LockHolder.read(path)
@@ -172,12 +172,6 @@ def _lock(file: IO[bytes]) -> bool:
             raise
         log.info("the file system of %s has no locks: start no other run there", file.name)
     return True
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    return False
 
 
 def _write(file: IO[bytes], own: LockHolder) -> None:

@@ -23,7 +23,7 @@ from spatialdl.comm.early_signals import STOPPING, take
 from spatialdl.comm.ending import end_job, record_ending
 from spatialdl.comm.launch import launched
 from spatialdl.comm.liveness import SWITCH, announced_signal, print_last
-from spatialdl.data.saving import replacing
+from spatialdl.common.files import replacing
 
 MARKER = "stopped.json"
 """File in the run directory for scripts that restart the run."""

@@ -80,10 +80,10 @@ def test_every_byte_of_a_shard_is_watched(tmp_path: Path) -> None:
 def test_a_cut_or_missing_shard_is_noticed_at_open(folder: Path) -> None:
     shard = folder / "shard-00001.h5"
     os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(ShardError, match=r"shard-00001\.h5 has \d+ bytes, the manifest records"):
+    with pytest.raises(ShardError, match=r"shard-00001\.h5 has \d+ bytes, expected \d+; it was tr"):
         ShardDataset(folder)
     shard.unlink()
-    with pytest.raises(ShardError, match=r"cannot find shard-00001\.h5"):
+    with pytest.raises(ShardError, match=r"shard-00001\.h5 cannot be read: No such file"):
         ShardDataset(folder)
 
 

@@ -194,9 +194,9 @@ def test_generators_of_objects_are_found_wherever_they_lie():
 
 def test_a_box_is_that_of_the_whole_sample_in_any_order():
     source, other = (DatasetSource(own.Noise(), SampleForm(), seed=3) for _ in range(2))
-    whole = {(e, n): other.at(e).read(n) for e in (0, 1) for n in (4, 2, 0)}
+    whole = {(e, n): other.read(n, epoch=e) for e in (0, 1) for n in (4, 2, 0)}
     for (epoch, number), pixels in reversed(whole.items()):
-        assert np.array_equal(source.at(epoch).read(number, BOX), pixels[3:17, 2:11])
+        assert np.array_equal(source.read(number, BOX, epoch=epoch), pixels[3:17, 2:11])
         assert int(source.target(epoch, number)) == number % 2
     assert not np.array_equal(whole[0, 2], whole[1, 2])
     assert not np.array_equal(DatasetSource(own.Noise(), SampleForm(), seed=4).read(2), whole[0, 2])
@@ -219,7 +219,7 @@ def test_generators_of_its_own_are_seeded_also_after_a_copy():
 def test_masks_and_images_of_a_sample_belong_together():
     source = DatasetSource(own.Masks(), SampleForm("segmentation"))
     for epoch in (0, 1):
-        image, mask = source.at(epoch).read(1, BOX), source.at(epoch).read_mask(1, BOX)
+        image, mask = source.read(1, BOX, epoch=epoch), source.read_mask(1, BOX, epoch=epoch)
         assert np.array_equal(mask, image[..., 0] > 0.5)
     assert int(source.target(0, 1)) == -1
     with pytest.raises(ValueError, match="has no masks"):
@@ -393,11 +393,11 @@ def check_epochs(dataset: Striped, make: Callable[[], list[Any]], *, follows: bo
     form = SampleForm(dataset.task)
     first, second = (DatasetSource(dataset, form, seed=1, transforms=make()) for _ in range(2))
     where = [(epoch, n) for epoch in (0, 3) for n in range(6)]
-    before = {at: first.at(at[0]).read(at[1]) for at in where}
+    before = {at: first.read(at[1], epoch=at[0]) for at in where}
     for (epoch, n), pixels in reversed(before.items()):
-        assert np.array_equal(second.at(epoch).read(n), pixels)
+        assert np.array_equal(second.read(n, epoch=epoch), pixels)
         if follows and dataset.task == "segmentation":
-            mask = second.at(epoch).read_mask(n)
+            mask = second.read_mask(n, epoch=epoch)
             white = 240 if pixels.dtype == np.uint8 else 1
             assert np.array_equal(np.rint(pixels[..., 0] * (4 / white)), mask)
     assert sum(not np.array_equal(before[0, n], before[3, n]) for n in range(6)) > 1

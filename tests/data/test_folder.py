@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -9,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.folder import FolderInProgress, ResumableFolder, check_target
-from spatialdl.data.options import stripe_files
-from spatialdl.data.saving import (
+from spatialdl.common.files import (
+    FileLock,
     apply_umask,
     check_own,
     file_status,
+    is_locked,
     load_json,
     replacing,
     unfinished,
 )
+from spatialdl.data.folder import FolderInProgress, ResumableFolder, check_target
+from spatialdl.data.options import stripe_files
 from spatialdl.errors import ShardError
 
 NOT_OURS = "not a folder owned by this user"
@@ -303,6 +307,35 @@ def test_what_is_shown_leaves_nothing_beside_it_and_no_umask_changed(
         assert inside(tmp_path) == ["a", "mine"]
     finally:
         os.umask(before)
+
+
+def test_a_lock_is_of_the_file_that_has_the_name(tmp_path, monkeypatch) -> None:
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def replaced(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        if path.read_text() == "old":
+            path.unlink()
+            path.write_text("new")
+
+    path.write_text("old")
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    with FileLock(path) as lock:
+        assert os.pread(lock.descriptor, 9, 0) == b"new"
+        lock.write("a")
+        assert is_locked(path)
+        with pytest.raises(BlockingIOError):
+            FileLock(path)
+    assert (is_locked(path), is_locked(tmp_path / "none"), path.read_text()) == (False, False, "a")
+
+    def lacking(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", lacking)
+    with pytest.raises(OSError, match="no locks"):
+        FileLock(path)
+    with pytest.warns(UserWarning, match="does not support locks"):
+        FileLock(path, optional=True).close()
 
 
 def test_what_is_no_json_is_as_if_it_were_missing(tmp_path: Path) -> None:

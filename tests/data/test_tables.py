@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.data.bag_labels import read_bag_labels
 from spatialdl.data.bags import BagSource, BagViews, labels_of_tiles, open_tile_bags
 from spatialdl.data.batches import Batch, Batching, BatchReader, PartBox
 from spatialdl.data.feature_file import FeatureFile, list_features, write_features
-from spatialdl.data.slide_table import find_predicted, read_predicted, read_table
+from spatialdl.data.tables import find_predicted, read_labels, read_predicted, read_table
 from spatialdl.data.targets import read_targets, sample_numbers, set_targets
 from tests.bags import LENGTHS, TILE, write_tile_bags
 
@@ -35,23 +34,49 @@ def test_columns_and_rows_come_back(tmp_path: Path, file: Path) -> None:
     assert again.columns == (*table.columns, "split")
     assert again.column("split") == ["train", "val"]
     assert again.with_splits(["val", "val"]).columns == again.columns
-    with pytest.raises(ValueError, match="no column patient; it has slide"):
+    with pytest.raises(ValueError, match="no column patient; its columns are slide"):
         table.column("patient")
+
+
+@pytest.mark.parametrize("kind", ["semicolon", "tab", "comma", "xlsx", "parquet"])
+def test_a_table_is_the_same_in_all_formats(tmp_path: Path, kind: str) -> None:
+    rows = [["file", "case_id", "Größe, mm"], ["ä; 1.svs", "p", "2.5"], ["b.svs", "", "3"]]
+    file = tmp_path / f"table.{kind}"
+    if kind == "xlsx":
+        book = pytest.importorskip("openpyxl").Workbook()
+        sheet = book.active
+        for row in [rows[0], [*rows[1][:2], 2.5], ["b.svs", None, 3]]:
+            sheet.append(row)
+        sheet["E9"] = ""
+        book.save(file)
+    elif kind == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        columns = {name: [row[k] for row in rows[1:]] for k, name in enumerate(rows[0])}
+        parquet.write_table(arrow.table(columns), file)
+    else:
+        encoding = {"semicolon": "utf-8", "tab": "utf-16", "comma": "utf-8-sig"}[kind]
+        with file.open("w", encoding=encoding, newline="") as text:
+            delimiter = {"semicolon": ";", "tab": "\t", "comma": ","}[kind]
+            csv.writer(text, delimiter=delimiter).writerows(rows)
+    table = read_table(file, required=["Größe, mm"])
+    assert (table.key, table.patient, table.slides) == ("file", "case_id", ["ä; 1.svs", "b.svs"])
+    assert table.column("Größe, mm") == ["2.5", "3"]
+    assert [row.patient for row in table.rows] == ["p", None]
 
 
 def test_columns_of_labels_are_those_without_another_meaning(file: Path) -> None:
     file.write_text("slide,er,case_id,pr,split\na.svs,1,p,,train\n\nb, 0 ,q,1,val\n")
-    found = read_bag_labels(file, None)
-    assert found.columns == ("er", "pr")
-    assert found.rows["a.svs"].cells == ("1", "")
-    assert (found.rows["b"].cells, found.rows["b"].patient) == (("0", "1"), "q")
+    found = read_labels(file, None)
+    assert found.labels == ("er", "pr")
+    assert found.rows[0].labels == ("1", "")
+    assert (found.rows[1].labels, found.rows[1].patient) == (("0", "1"), "q")
     rows, missing = found.match(["a", "c"])
     assert (list(rows), missing) == (["a"], ["b"])
     with pytest.raises(ValueError, match="has no column stage; its columns are slide, er"):
-        read_bag_labels(file, ["stage"])
+        read_labels(file, ["stage"])
     file.write_text("slide,label\na.svs,1\na,0\n")
-    with pytest.raises(ValueError, match=r"a matches the slide a, which also has .*line 2"):
-        read_bag_labels(file, None).match(["a"])
+    with pytest.raises(ValueError, match=r"line 3: 'a' and 'a.svs' of .*line 2 both match 'a'"):
+        read_labels(file, None).match(["a"])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +84,7 @@ def test_columns_of_labels_are_those_without_another_meaning(file: Path) -> None
     [
         (None, "cannot read"),
         (b"slide,label\n\xff\xfe,1\n", "not a UTF-8"),
-        (b"", "header is empty"),
+        (b"", "its columns are none: it is empty"),
         (b"name,label\na,1\n", "no column slide or slide_id"),
         (b"slide,label,label\na,1,1\n", "two columns 'label'"),
         (b"slide,label\n", "no rows"),
@@ -77,12 +102,15 @@ def test_malformed_tables_are_refused(file: Path, text: bytes | None, message: s
 
 def test_bags_need_labels_and_one_split_of_a_patient(file: Path) -> None:
     for text, message in [
-        ("slide,split\na,train\n", "no label column"),
-        ("slide,label,patient,split\na,1,p,train\nb,1,p,val\n", "patient p is in the split val"),
+        (
+            "slide,split\na,train\n",
+            "no column label; its columns are slide, split: set label",
+        ),
+        ("slide,label,patient,split\na,1,p,train\nb,1,p,val\n", "patient p is in train and val"),
     ]:
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
-            read_bag_labels(file, None)
+            read_labels(file, None)
 
 
 @pytest.fixture
@@ -109,15 +137,15 @@ def test_targets_of_slides_and_of_samples_over_all_splits(folder: Path, file: Pa
     assert sample_numbers(sources[0]) == [1, 3, 5]
     assert sample_numbers(ShardDataset(folder)) == list(range(6))
     file.write_text("slide,age\na,-1\n")
-    assert read_targets(file, binary=False)[2] == {"a": [-1]}
+    assert read_targets(file, binary=False)[1] == {"a": [-1]}
 
 
 @pytest.mark.parametrize(
     ("text", "binary", "sentence"),
     [
         ("slide,age\na,inf\n", False, "line 2, age: inf is not finite"),
-        ("name,er\na,1\n", True, "no column sample or slide; its header is name,er"),
-        ("slide\na\n", True, "has the header slide: every target needs a column"),
+        ("name,er\na,1\n", True, "no column sample or slide or .*; its columns are name, er"),
+        ("slide\na\n", True, "has no column label; its columns are slide: set"),
         ("slide,er\na,yes\n", True, "line 2, er: 'yes' is not a number"),
         ("slide,er\na,2\n", True, "line 2, er: 2 must be 1 .*0"),
         ("slide,er\na,1\n", True, "no line for 1 of the slides of .*, such as slide 'b'; it has 1"),
@@ -288,9 +316,9 @@ def test_a_bag_of_pixels_has_the_tiles_of_its_slide_in_order(tmp_path: Path) -> 
     assert bag.read(3, 3).shape == (0, bag.width)
     assert bag.coords()[:3].tolist() == [[0, 0], [8, 0], [16, 0]]
     table = labels_of_tiles(found, classes)
-    assert table.has_split
-    assert [row.cells for row in table.rows.values()][:4] == [("a",), ("b",), ("c",), ("a",)]
-    assert [row.split for row in table.rows.values()].count("val") == 3
+    assert "split" in table.columns
+    assert [row.labels for row in table.rows][:4] == [("a",), ("b",), ("c",), ("a",)]
+    assert [row.split for row in table.rows].count("val") == 3
 
 
 @pytest.mark.parametrize(

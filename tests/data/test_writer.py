@@ -299,7 +299,7 @@ def test_a_shard_that_cannot_be_settled_leaves_no_folder(tmp_path: Path, kind, m
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("spatialdl.data.saving.os.fsync", fail)
+    monkeypatch.setattr("spatialdl.common.files.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"), ShardWriter(tmp_path / "set") as writer:
         writer.add(TILE)
     assert list(tmp_path.iterdir()) == []

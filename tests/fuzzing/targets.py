@@ -15,12 +15,12 @@ import tifffile
 import torch
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.data.bag_labels import label_slides
+from spatialdl.common.files import load_json
 from spatialdl.data.importing.clam import _opened
 from spatialdl.data.samples import ShardInfo
-from spatialdl.data.saving import load_json
 from spatialdl.data.shards import ShardDataset
-from spatialdl.data.targets import match_targets, read_targets
+from spatialdl.data.tables import label_slides
+from spatialdl.data.targets import read_targets
 from spatialdl.data.writer import ShardWriter
 from spatialdl.errors import CheckpointError, ShardError
 from spatialdl.export import export
@@ -98,7 +98,7 @@ class ManifestTarget(Target):
         inspect(path)
         try:
             read_all(path)
-            verify(path, progress=False)
+            verify(path)
         except ShardError as error:
             # of what the manifest says of the shards: they name the folder
             raise ShardError(f"{error} (manifest.json)") from error
@@ -126,7 +126,7 @@ class ShardTarget(Target):
         wrong: Exception | None = None
         for work in (
             partial(read_all, path),
-            partial(verify, path, progress=False),
+            partial(verify, path),
             partial(_opened, [path / self.names]),
         ):
             try:
@@ -158,9 +158,8 @@ class CsvTarget(Target):
         elif number == 3:
             label_slides(["a", "b"], path)
         else:
-            key, _, found = read_targets(path, binary=number == 1)
-            samples = ["a.svs", "b.svs"] if key == "slide" else ["0", "1"]
-            match_targets(path, key, found, samples, "x")
+            table, _ = read_targets(path, binary=number == 1)
+            table.match(["a.svs", "b.svs"] if table.key == "slide" else ["0", "1"])
 
 
 class GeojsonTarget(Target):

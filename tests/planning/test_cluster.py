@@ -9,7 +9,7 @@ import pytest
 
 from spatialdl.comm import allocator
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.data import saving
+from spatialdl.common import files as saving
 from spatialdl.planning import calibrate
 from spatialdl.planning.calibrate import environment, run_worker
 from spatialdl.planning.cluster import Rate, cluster_of

@@ -194,11 +194,11 @@ def test_dicts_and_random_crops_of_monai(monkeypatch):
     box = (2, 7, 0, 9, 3, 10)
     wholes = []
     for epoch, sample in ((0, 1), (1, 1), (0, 3)):
-        whole = other.train.at(epoch).read(sample)
+        whole = other.train.read(sample, epoch=epoch)
         wholes.append(whole)
         assert np.array_equal(sources.train_views.read(epoch, sample, box), whole[2:7, :, 3:])
         mask = sources.train_views.read_mask(epoch, sample, box)
-        assert np.array_equal(mask, other.train.at(epoch).read_mask(sample)[2:7, :, 3:])
+        assert np.array_equal(mask, other.train.read_mask(sample, epoch=epoch)[2:7, :, 3:])
     assert not np.array_equal(wholes[0], wholes[1])
 
 

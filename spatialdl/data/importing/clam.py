@@ -15,10 +15,10 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from spatialdl.data.bag_labels import SlideRow, label_slides
 from spatialdl.data.chunk_map import own_dataset
 from spatialdl.data.feature_file import COORDS, UNREADABLE, list_h5
 from spatialdl.data.image_source import image_dtype
+from spatialdl.data.tables import TableRow, label_slides
 from spatialdl.data.writer import ShardWriter
 
 IMAGES = "imgs"
@@ -42,7 +42,6 @@ def import_clam(
     *,
     labels: Path | None = None,
     skip_broken: bool = False,
-    progress: bool = True,
     **settings: Any,
 ) -> list[str]:
     """Write a data set from patch files, reading some patches at a time.
@@ -52,7 +51,6 @@ def import_clam(
         out: the data set to create.
         labels: a table with columns slide or slide_id, label and, optionally, split.
         skip_broken: skip files without readable patches.
-        progress: show a progress bar on a terminal.
         settings: arguments of `ShardWriter`.
 
     Returns:
@@ -71,12 +69,11 @@ def import_clam(
         )
     _check_alike(files)
     rows = label_slides([file.slide for file in files], labels)
-    classes = sorted({row.cells[0] for row in rows.values()})
-    off = None if progress else True
+    classes = sorted({row.labels[0] for row in rows.values()})
     total = sum(file.patches for file in files)
     with (
         ShardWriter(out, classes, **settings) as writer,
-        tqdm(total=total, unit="patch", disable=off, leave=False) as bar,
+        tqdm(total=total, unit="patch", disable=None, leave=False) as bar,
     ):
         for file in files:
             bar.set_description(file.slide)
@@ -136,7 +133,7 @@ def _check_alike(files: Sequence[PatchFile]) -> None:
             )
 
 
-def _copy(file: PatchFile, row: SlideRow | None, writer: ShardWriter) -> Iterable[int]:
+def _copy(file: PatchFile, row: TableRow | None, writer: ShardWriter) -> Iterable[int]:
     each = int(np.prod(file.shape)) * file.dtype.itemsize
     at_once = max(1, _AT_ONCE // each)
     with h5py.File(file.path, "r", locking=False) as h5:
@@ -152,7 +149,7 @@ def _copy(file: PatchFile, row: SlideRow | None, writer: ShardWriter) -> Iterabl
             for image, (x, y) in zip(images, coords, strict=True):
                 writer.add(
                     image,
-                    row.cells[0] if row else None,
+                    row.labels[0] if row else None,
                     row.split if row else None,
                     slide=file.slide,
                     xy=(int(x), int(y)),

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from spatialdl.common.text import counted
-from spatialdl.data.bag_labels import SlideRow, read_bag_labels
 from spatialdl.data.format import Kind
 from spatialdl.data.importing.images import (
     SPLITS,
@@ -34,7 +33,7 @@ from spatialdl.data.importing.images import (
     image_size,
     load_image,
 )
-from spatialdl.data.slide_table import IMAGE_COLUMNS, SLIDE_COLUMNS, PathIndex
+from spatialdl.data.tables import IMAGE_COLUMNS, SLIDE_COLUMNS, PathIndex, TableRow, read_labels
 from spatialdl.data.writer import ShardWriter
 
 Loaded = npt.NDArray[Any] | BrokenImageError
@@ -65,7 +64,6 @@ def import_images(
     rgb: bool = False,
     skip_broken: bool = False,
     jobs: int = 1,
-    progress: bool = True,
     **settings: Any,
 ) -> list[str]:
     """Write a data set from a folder of images.
@@ -80,7 +78,6 @@ def import_images(
         rgb: convert all images to three channels of uint8.
         skip_broken: skip images that cannot be read.
         jobs: decoding threads.
-        progress: show a progress bar on a terminal.
         settings: arguments of `ShardWriter`.
 
     Returns:
@@ -97,17 +94,16 @@ def import_images(
             images, labels, column=column, skip_unmatched=skip_unmatched
         )
     broken: dict[str, str] = {}
-    sizes = _sizes(images, broken, progress)
+    sizes = _sizes(images, broken)
     kind: Kind = "tiles"
     if len(set(sizes.values())) != 1 or "stripes" in settings:
         kind, own = "regions", {"mpp": settings.pop("mpp", None)}
     else:
         own = {}
     whole = [image for image in images if image.name in sizes]
-    off = None if progress else True
     with (
         ShardWriter(out, class_names(images), kind=kind, **settings) as writer,
-        tqdm(total=len(whole), unit="image", disable=off, leave=False) as bar,
+        tqdm(total=len(whole), unit="image", disable=None, leave=False) as bar,
     ):
         for image, loaded in _loaded(whole, rgb, jobs):
             bar.update()
@@ -121,12 +117,10 @@ def import_images(
     return unmatched + reasons
 
 
-def _sizes(
-    images: Sequence[FoundImage], broken: dict[str, str], progress: bool
-) -> dict[str, tuple[int, int]]:
+def _sizes(images: Sequence[FoundImage], broken: dict[str, str]) -> dict[str, tuple[int, int]]:
     """(Rows, columns) by name; adds errors of unreadable images to `broken`."""
     sizes = {}
-    for image in tqdm(images, "sizes", disable=None if progress else True, leave=False):
+    for image in tqdm(images, "sizes", disable=None, leave=False):
         try:
             sizes[image.name] = image_size(image.path)
         except BrokenImageError as error:
@@ -195,26 +189,26 @@ def label_images(
         ValueError: the table is missing or malformed, has a patient in two splits, names an image
             twice, or does not match the images and `skip_unmatched` is false.
     """
-    read = read_bag_labels(table, [column], (*IMAGE_COLUMNS, *SLIDE_COLUMNS), "--column NAME")
+    read = read_labels(table, [column], (*IMAGE_COLUMNS, *SLIDE_COLUMNS), "--column NAME")
     index = PathIndex(
         [image.path for image in images],
         "image",
         lambda path: [path.absolute()],
         lambda path: [path.name, path.stem],
     )
-    rows: dict[Path, SlideRow] = {}
+    rows: dict[Path, TableRow] = {}
     absent = []
-    for name, row in read.rows.items():
-        path = index.find(name, row.where)
+    for row in read.rows:
+        path = index.find(row.name, row.where)
         if path is None:
-            absent.append(name)
+            absent.append(row.name)
         elif path in rows:
             raise ValueError(
-                f"{row.where}: {name} is {path}, which {rows[path].where} also names; keep one"
+                f"{row.where}: {row.name} is {path}, which {rows[path].where} also names; keep one"
             )
         else:
             rows[path] = row
-    labelled = [image for image in images if image.path in rows and rows[image.path].cells[0]]
+    labelled = [image for image in images if image.path in rows and rows[image.path].labels[0]]
     known = {image.path for image in labelled}
     without = [image.name for image in images if image.path not in known]
     remarks = [
@@ -233,13 +227,13 @@ def label_images(
     return [_labelled(image, rows[image.path]) for image in labelled], remarks
 
 
-def _labelled(image: FoundImage, row: SlideRow) -> FoundImage:
+def _labelled(image: FoundImage, row: TableRow) -> FoundImage:
     if row.split is None:
-        return replace(image, label=row.cells[0])
+        return replace(image, label=row.labels[0])
     split = SPLITS.get(row.split.lower())
     if split is None:
         raise ValueError(f"{row.where}: split is {row.split!r}, expected train, val or test")
-    return replace(image, label=row.cells[0], split=split)
+    return replace(image, label=row.labels[0], split=split)
 
 
 def _first(names: Sequence[str]) -> str:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from spatialdl.common.text import counted
-from spatialdl.data.bag_labels import label_slides
 from spatialdl.data.format import volume_chunk
 from spatialdl.data.image_source import DTYPES, whole_box
 from spatialdl.data.importing.image_folder import BrokenImagesError
@@ -30,6 +29,7 @@ from spatialdl.data.importing.volume_file import (
 )
 from spatialdl.data.importing.volume_files.volume import StoredVolume
 from spatialdl.data.region_shard import OtherTypeError
+from spatialdl.data.tables import label_slides
 from spatialdl.data.volume_geometry import VolumeTurn, orientation_of
 from spatialdl.data.writer import ShardWriter
 
@@ -53,7 +53,6 @@ def import_volumes(
     masks: Path | None = None,
     labels: Path | None = None,
     skip_broken: bool = False,
-    progress: bool = True,
     **settings: Any,
 ) -> list[str]:
     """Write a data set from a folder of volumes, some slices at a time.
@@ -68,7 +67,6 @@ def import_volumes(
         labels: a table with columns slide or slide_id (the name), label and, optionally, split.
             With masks the label may be empty.
         skip_broken: skip volumes that cannot be read or do not match earlier ones.
-        progress: show a progress bar on a terminal.
         settings: arguments of `ShardWriter`.
 
     Returns:
@@ -82,7 +80,7 @@ def import_volumes(
     found = find_volumes(folder)
     of_masks = None if masks is None else find_volumes(masks, masks=True)
     rows = label_slides(list(found), labels, empty=masks is not None)
-    classes = sorted({row.cells[0] for row in rows.values()} - {""})
+    classes = sorted({row.labels[0] for row in rows.values()} - {""})
     if masks is not None and classes:
         warnings.warn(
             f"the labels ({', '.join(classes[:5])}{', ...' * (len(classes) > 5)}) also name the "
@@ -93,16 +91,15 @@ def import_volumes(
     without_spacing = []
     written: list[FoundVolume] = []
     others = 0  # volumes of another type
-    off = None if progress else True
     with ShardWriter(out, classes, kind="volumes", **settings) as writer:
-        for name, one in tqdm(found.items(), "volumes", disable=off, leave=False):
+        for name, one in tqdm(found.items(), "volumes", disable=None, leave=False):
             row = rows.get(name)
             try:
                 volume = _narrowed(one.open())
                 mask = None if of_masks is None else _mask(name, of_masks, volume)
                 writer.add(
                     _Rows(volume),
-                    (row.cells[0] or None) if row else None,
+                    (row.labels[0] or None) if row else None,
                     row.split if row else None,
                     slide=name,
                     mask=mask,

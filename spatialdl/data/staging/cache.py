@@ -17,7 +17,6 @@ The remains of a killed job are recognised by its lock, which was released with 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -26,9 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from spatialdl.common.files import FileLock, check_own, fsync_folder, is_locked
 from spatialdl.data.samples import ShardInfo
-from spatialdl.data.saving import check_own, fsync_folder
-from spatialdl.data.staging.copying import is_still
 from spatialdl.errors import ShardError
 
 _LOCK = "lock"
@@ -166,13 +164,13 @@ class NodeCache:
     def _sweep(self, wanted: Collection[str]) -> None:
         """Remove dead jobs, unused shards, and parts without a writer."""
         for job in self._jobs():
-            if not _is_held(job / _LOCK):
+            if not is_locked(job / _LOCK):
                 shutil.rmtree(job, ignore_errors=True)
         for path in (self.path / "shards").iterdir():
             if path.suffix == ".h5":
                 unused = path.stat().st_nlink == 1
             else:
-                unused = path.stem not in wanted and not _is_held(path)
+                unused = path.stem not in wanted and not is_locked(path)
             if unused:
                 path.unlink(missing_ok=True)
 
@@ -188,26 +186,19 @@ class NodeCache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        while True:
+        lock = None
+        while lock is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
-            try:
+            with suppress(FileNotFoundError):  # its last user has just removed it
                 if check_own(self.path) & 0o077:
                     self.path.chmod(0o700)
-                lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # its last user has just removed it
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not is_still(self.path / _LOCK, lock):
-                    continue
-                for name in _FOLDERS:
-                    (self.path / name).mkdir(exist_ok=True)
-                yield
-                return
-            finally:
-                os.close(lock)
+                lock = FileLock(self.path / _LOCK, wait=True)
+        with lock:
+            for name in _FOLDERS:
+                (self.path / name).mkdir(exist_ok=True)
+            yield
 
 
 class StagedJob:
@@ -215,16 +206,17 @@ class StagedJob:
 
     Attributes:
         path: the folder of its copies, see `local_name`.
-        lock: descriptor, -1 if not held; the job lives as long as any process has it open.
+        lock: the job lives as long as any process holds it.
     """
 
+    lock: FileLock | None = None
+
     def __init__(self, cache: NodeCache, path: Path) -> None:
-        self.cache, self.path, self.lock = cache, path, -1
+        self.cache, self.path = cache, path
 
     def hold(self) -> None:
         """Take the lock, until this process exits or calls `close`."""
-        self.lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        self.lock = FileLock(self.path / _LOCK)
 
     def unchecked(self, info: ShardInfo) -> Path:
         """Path of an earlier job's shard, which must be verified before use."""
@@ -241,21 +233,6 @@ class StagedJob:
 
     def close(self) -> None:
         """Release the lock."""
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a living process holds a lock on a file."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None

@@ -18,9 +18,9 @@ from types import FrameType
 
 from tqdm import tqdm
 
+from spatialdl.common.files import apply_umask, fsync_folder, replacing
 from spatialdl.common.text import counted, positive_int, readable_bytes, size_in_bytes
 from spatialdl.data.format import MANIFEST, Manifest, shard_status
-from spatialdl.data.saving import apply_umask, fsync_folder, replacing
 from spatialdl.data.staging.cache import NodeCache, local_name
 from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
 from spatialdl.data.staging.local_disk import DiskSpace
@@ -83,8 +83,7 @@ def copy_folder(
         )
     _check_room(manifest, target, keep_free)
     target.mkdir(parents=True, exist_ok=True)
-    with _Copying(source, target, manifest, may_replace) as copying:
-        there = copying.run(at_once)
+    there = _copy_shards(source, target, manifest, may_replace, at_once)
     if not splits:
         with replacing(target / MANIFEST) as out:
             out.write(text)
@@ -93,73 +92,54 @@ def copy_folder(
     return CopyResult(len(manifest.shards), sum(info.bytes for info in manifest.shards), there)
 
 
-class _Copying:
-    """Parallel copies of the shards."""
+def _copy_shards(
+    source: Path, target: Path, manifest: Manifest, may_replace: bool, at_once: int
+) -> int:
+    """Copy all shards to the target; return the bytes that already existed."""
+    stopped, faults = threading.Event(), list[str]()
 
-    def __init__(self, source: Path, target: Path, manifest: Manifest, may_replace: bool) -> None:
-        self._source, self._target, self._manifest = source, target, manifest
-        self._may_replace = may_replace
-        self._stopped = threading.Event()
-        self._faults: list[str] = []
-        total = sum(info.bytes for info in manifest.shards)
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="staging", disable=None)
-
-    def __enter__(self) -> _Copying:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._bar.close()
-
-    def run(self, at_once: int) -> int:
-        """Copy all shards to the target; return the bytes that already existed."""
-        with ThreadPoolExecutor(at_once) as threads:
-            shards = range(len(self._manifest.shards))
-            tasks = [threads.submit(self._bring, shard) for shard in shards]
-            try:
-                there = sum(task.result() for task in tasks)
-            except BaseException:
-                self._stopped.set()  # also on Ctrl-C: the threads end soon
-                raise
-        if self._faults:
-            more = len(self._faults) - _NAMED
-            text = " ".join(self._faults[:_NAMED]) + (f" And {more} more." if more > 0 else "")
-            raise ShardError(f"{counted(len(self._faults), 'shard')} cannot be copied: {text}")
-        fsync_folder(self._target)
-        return there
-
-    def _bring(self, shard: int) -> int:
-        info = self._manifest.shards[shard]
-        path = self._target / info.file
+    def copy(number: int) -> int:
+        info = manifest.shards[number]
+        path, partial = target / info.file, target / f".{info.file}.part"
+        how = {"stopped": stopped.is_set, "progress": bar.update}
         try:
             if path.exists():
-                if is_whole(path, info, self._stopped.is_set, self._bar.update):
+                if is_whole(path, info, **how):
                     return info.bytes
-                if not self._may_replace:
+                if not may_replace:
                     raise FileExistsError(
-                        f"{path} differs from {self._source / info.file}; remove it, or choose "
-                        "another folder"
+                        f"{path} differs from {source / info.file}; remove it, or choose another "
+                        "folder"
                     )
-            partial = path.with_name(f".{info.file}.part")
-            fetch(
-                self._source / info.file,
-                partial,
-                info,
-                lambda: _rename(partial, path),
-                stopped=self._stopped.is_set,
-                progress=self._bar.update,
-            )
+            fetch(source / info.file, partial, info, lambda: _rename(partial, path), **how)
         except StoppedError:
             pass
         except BusyError as error:
             raise ShardError(f"{error}; wait for it, or choose another folder") from None
         except WriteError as error:
-            raise WriteError(
-                error.errno, f"cannot write to {self._target}: {error.strerror}"
-            ) from error
+            text = f"cannot write to {target}: {error.strerror}"
+            raise WriteError(error.errno, text) from error
         except (ShardError, OSError) as error:
-            self._faults.append(f"{error}. It contains {self._manifest.describe_samples(shard)}.")
+            faults.append(f"{error}. It contains {manifest.describe_samples(number)}.")
         return 0
+
+    total = sum(info.bytes for info in manifest.shards)
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="staging", disable=None) as bar,
+        ThreadPoolExecutor(at_once) as threads,
+    ):
+        tasks = [threads.submit(copy, number) for number in range(len(manifest.shards))]
+        try:
+            there = sum(task.result() for task in tasks)
+        except BaseException:
+            stopped.set()  # also on Ctrl-C: the threads end soon
+            raise
+    if faults:
+        more = len(faults) - _NAMED
+        text = " ".join(faults[:_NAMED]) + (f" And {more} more." if more > 0 else "")
+        raise ShardError(f"{counted(len(faults), 'shard')} cannot be copied: {text}")
+    fsync_folder(target)
+    return there
 
 
 def _check_room(manifest: Manifest, target: Path, keep_free: int | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from spatialdl.common.files import FileLock
 from spatialdl.data.samples import ShardInfo
 from spatialdl.errors import ShardError
 
@@ -135,32 +136,15 @@ def is_whole(
 
 @contextmanager
 def _partial_file(path: Path) -> Iterator[int]:
-    while True:
-        with writing():
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            copy = os.open(path, flags, 0o600)
+    with writing():
         try:
-            if os.fstat(copy).st_uid != os.getuid():
-                raise ShardError(
-                    f"{path} belongs to another user: remove it, or choose another folder"
-                )
-            try:
-                fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BusyError(f"another process is writing {path}") from None
-            if is_still(path, copy):
-                yield copy
-                return
-        finally:
-            os.close(copy)
-
-
-def is_still(path: Path, file: int) -> bool:
-    """Whether an open file still has the name by which it was opened."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file))
-    except FileNotFoundError:
-        return False
+            lock = FileLock(path)
+        except BlockingIOError:
+            raise BusyError(f"another process is writing {path}") from None
+    with lock:
+        if os.fstat(lock.descriptor).st_uid != os.getuid():
+            raise ShardError(f"{path} belongs to another user: remove it, or choose another folder")
+        yield lock.descriptor
 
 
 def _copied(

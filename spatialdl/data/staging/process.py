@@ -75,6 +75,8 @@ class CopierProcess:
         Raises:
             OSError: no process can be started.
         """
+        lock = self._job.lock
+        assert lock is not None  # until `close`
         path = os.pathsep.join(
             [str(Path(spatialdl.__file__).parents[1]), *filter(None, [os.getenv("PYTHONPATH")])]
         )
@@ -85,7 +87,7 @@ class CopierProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            pass_fds=[self._job.lock],  # keeps the job alive as long as either process
+            pass_fds=[lock.descriptor],  # keeps the job alive as long as either process
             start_new_session=True,  # protects it from signals to our group: it must clean up
         )
         self._reader = threading.Thread(target=self._read_lines, name="copier", daemon=True)
@@ -134,7 +136,7 @@ class CopierProcess:
             except subprocess.TimeoutExpired:
                 process.kill()
                 log.warning("%s: the copier did not exit and was killed", socket.gethostname())
-        if self._job.lock < 0:
+        if self._job.lock is None:
             return
         try:
             self._cache.leave(self._job.path, keep=self._keep)

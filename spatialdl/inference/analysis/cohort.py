@@ -14,11 +14,10 @@ import torch
 from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.common.files import save_table
 from spatialdl.data.feature_file import FeatureFile, list_features
-from spatialdl.data.saving import save_table
-from spatialdl.data.slide_table import read_table
+from spatialdl.data.tables import read_table
 from spatialdl.inference.analysis.rows import FilePart, FileRows, share, total
-from spatialdl.inference.evaluating.truth import match_slides
 from spatialdl.inference.predicting.agreed_errors import agreeing
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -165,20 +164,14 @@ class Cohort:
             ValueError: the file cannot be read, lacks a column, lists a slide twice, or lists none
                 of the slides.
         """
-        table = read_table(path)
-        missing = [name for name in columns if name not in table.columns]
-        if missing:
-            raise ValueError(
-                f"{path} has no column {', '.join(missing)}; columns: {', '.join(table.columns)}"
-            )
-        found, _ = match_slides(table, self.slides, path)
+        found, _ = read_table(path, required=columns).match(self.slides)
         if not found:
             raise ValueError(
                 f"{path} has none of the {len(self.files)} slides with features, such as "
                 f"{self.slides[0]!r}"
             )
         return {
-            slide: {name: row[name] for name in columns if row[name]}
+            slide: {name: row.cells[name] for name in columns if row.cells[name]}
             for slide, row in found.items()
         }
 

@@ -75,7 +75,7 @@ def _run(world: Communicator, words: Sequence[str]) -> int:
 
 
 def _analyze(options: argparse.Namespace, world: Communicator) -> None:
-    from spatialdl.data.saving import save_json
+    from spatialdl.common.files import save_json
     from spatialdl.inference.analysis import methods
     from spatialdl.inference.analysis.cohort import Cohort
     from spatialdl.inference.analysis.regressing import regress

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spatialdl.data.saving import replacing
+from spatialdl.common.files import replacing
 from spatialdl.inference.analysis.rows import Comm, Rows, as_rows
 
 Array = npt.NDArray[Any]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.files import save_table
 from spatialdl.data.feature_file import FeatureFile
-from spatialdl.data.saving import save_table
 from spatialdl.inference.analysis import options as names
 from spatialdl.inference.analysis import pictures
 from spatialdl.inference.analysis.cohort import Cohort, Columns, Sampled

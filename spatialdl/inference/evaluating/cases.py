@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from yaml import YAMLError
 
-from spatialdl.data.saving import save_table
+from spatialdl.common.files import save_table
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.inference.evaluating.levels import Level

@@ -7,21 +7,13 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.common.configuring.values import check_values
-from spatialdl.data.slide_table import (
-    IMAGE_COLUMNS,
-    SLIDE_COLUMNS,
-    SlideTable,
-    find_predicted,
-    read_table,
-)
+from spatialdl.data.tables import SAMPLE, SlideTable, find_predicted, read_table
 from spatialdl.inference.predicting.checks import check_config
 from spatialdl.layout.placement import Placement
 from spatialdl.training.checks import check_choices
 from spatialdl.training.layouts import placement_of
 
 AGGREGATIONS = ("mean", "median", "max", "vote")
-SAMPLE = "sample"
-"""Column of sample indices in the data set."""
 TABLES = ("predictions", "volumes", "confusion", "slides")
 """Names of the tables of predictions."""
 
@@ -53,7 +45,7 @@ def read_labels(file: Path) -> SlideTable:
     Raises:
         ValueError: the file is not such a table.
     """
-    return read_table(file, ("volume", SAMPLE), (*SLIDE_COLUMNS, *IMAGE_COLUMNS))
+    return read_table(file, first=("volume", SAMPLE))
 
 
 def _check_predictions(config: DictConfig) -> Placement:
@@ -90,12 +82,7 @@ def _check_labels(config: DictConfig) -> None:
             )
         return
     table = read_labels(Path(config.labels).expanduser())
-    for name in groups:
-        if str(name) not in table.columns:
-            raise ValueError(
-                f"subgroups={list(groups)}: {config.labels} has no column {name}, only "
-                f"{', '.join(table.columns)}"
-            )
+    table.check_columns([str(name) for name in groups], " (subgroups)")
 
 
 def _check_numbers(config: DictConfig) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from spatialdl.data.saving import save_json, save_table
+from spatialdl.common.files import save_json, save_table
 from spatialdl.inference.evaluating.levels import Level, Levels, group_of
 from spatialdl.inference.evaluating.scores import Floats, PixelScores, Scores
 from spatialdl.training.console.validation_table import SHARES, metric_label

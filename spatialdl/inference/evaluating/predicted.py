@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.slide_table import find_predicted, read_predicted
-from spatialdl.inference.evaluating.checks import SAMPLE
+from spatialdl.data.tables import SAMPLE, find_predicted, read_predicted
 from spatialdl.inference.predicting.records import PIXELS
 
 RISK = "risk"

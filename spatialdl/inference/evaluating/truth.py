@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from spatialdl.common.text import counted
-from spatialdl.data.importing.volume_file import volume_name
-from spatialdl.data.slide_table import PATIENT, SlideTable
-from spatialdl.data.targets import UNKNOWN_TARGETS
-from spatialdl.inference.evaluating.checks import SAMPLE, read_labels
+from spatialdl.data.tables import LABEL, SAMPLE
+from spatialdl.data.targets import target_of
+from spatialdl.inference.evaluating.checks import read_labels
 from spatialdl.inference.evaluating.predicted import Predicted
-from spatialdl.slides.batch.finding_slides import storable
 
-LABEL = "label"
 Facts = Mapping[str, Mapping[str, str]]
 _NAMED = 5  # names listed in a remark
 
@@ -53,8 +50,8 @@ def find_truth(predicted: Predicted, file: Path | None) -> Truth:
     given = _Given.nothing(predicted) if file is None else _Given.read(file, predicted)
     remarks = list(given.remarks)
     patients: list[str] = []
-    if PATIENT in given.columns:  # a slide without patient counts as a separate patient
-        pairs = zip(given.cells(PATIENT), predicted.slides, strict=True)
+    if given.patient is not None:  # a slide without patient counts as a separate patient
+        pairs = zip(given.cells(given.patient), predicted.slides, strict=True)
         patients = [patient or f"{predicted.whole} {slide}" for patient, slide in pairs]
     known = given.keys, given.facts, patients
     if predicted.task == "segmentation":
@@ -80,12 +77,14 @@ class _Given:
         file: the table, if there is one.
         what: kind of its rows, such as "slide".
         columns: columns of the table.
+        patient: its column of patients, if there is one.
         keys, facts, remarks: as in `Truth`.
     """
 
     file: Path | None
     what: str
     columns: Sequence[str]
+    patient: str | None
     keys: Sequence[str]
     facts: Facts
     remarks: Sequence[str]
@@ -93,7 +92,7 @@ class _Given:
     @classmethod
     def nothing(cls, predicted: Predicted) -> _Given:
         """An empty table, for labels from the predictions only."""
-        return cls(None, predicted.whole, (), predicted.slides, {}, ())
+        return cls(None, predicted.whole, (), None, predicted.slides, {}, ())
 
     @classmethod
     def read(cls, file: Path, predicted: Predicted) -> _Given:
@@ -110,57 +109,20 @@ class _Given:
                     "give labels by slide, or predict the data set again"
                 )
             what, keys = SAMPLE, predicted.samples
-            rows = {row[SAMPLE]: row for row in table.rows}
-            facts: Facts = {name: rows[name] for name in dict.fromkeys(keys) if name in rows}
-            unknown = [name for name in rows if name not in facts]
+            rows, unknown = table.match(keys)
         else:
-            named = dict.fromkeys((*predicted.names, *predicted.slides, *predicted.failed))
-            facts, unknown = match_slides(table, list(named), file)
+            rows, unknown = table.match([*predicted.names, *predicted.slides, *predicted.failed])
             pairs = zip(predicted.names, predicted.slides, strict=True)
-            what, keys = predicted.whole, [n if n in facts else slide for n, slide in pairs]
+            what, keys = predicted.whole, [n if n in rows else slide for n, slide in pairs]
+        facts = {name: row.cells for name, row in rows.items()}
         missing = [key for key in keys if key not in facts]
         remarks = _listed("{} of the labels without predictions", what, unknown)
         remarks += _listed(f"{{}} without a row in {file.name}", what, missing)
-        return cls(file, what, table.columns, keys, facts, remarks)
+        return cls(file, what, table.columns, table.patient, keys, facts, remarks)
 
     def cells(self, column: str) -> list[str]:
         """A column's cell for each prediction, empty if there is no row."""
         return [self.facts.get(key, {}).get(column, "") for key in self.keys]
-
-
-def match_slides(
-    table: SlideTable, slides: Sequence[str], file: Path
-) -> tuple[dict[str, Mapping[str, str]], list[str]]:
-    """The rows of slides by their names in the predictions, and the names of unmatched rows.
-
-    A table may contain names with suffix and folders.
-
-    Raises:
-        ValueError: two rows match the same slide.
-    """
-    found: dict[str, Mapping[str, str]] = {}
-    unknown, there = [], set(slides)
-    for row in table.rows:
-        given = row[table.key]
-        name = next((one for one in _spellings(given) if one in there), None)
-        if name is None:
-            unknown.append(given)
-        elif name in found:
-            raise ValueError(
-                f"{file}: {found[name][table.key]!r} and {given!r} both match slide {name!r}: "
-                "keep one, or use its exact name"
-            )
-        else:
-            found[name] = row
-    return found, unknown
-
-
-def _spellings(given: str) -> list[str]:
-    path = PurePath(given)
-    stem = path.stem if path.stem.strip(".") else path.name
-    tails = ["_".join(path.parts[-depth:]).lstrip("/") for depth in range(2, len(path.parts) + 1)]
-    names = (given, path.name, stem, *tails, volume_name(Path(given)))
-    return [storable(name) for name in names if name]
 
 
 def _classes(predicted: Predicted, given: _Given) -> npt.NDArray[np.int64]:
@@ -190,7 +152,8 @@ def _targets(predicted: Predicted, given: _Given) -> npt.NDArray[np.float64]:
         )
     by_key = {
         key: [
-            _number(row[name], f"{file}, {given.what} {key}, {name}") for name in predicted.classes
+            target_of(row[name], f"{file}, {given.what} {key}, {name}", binary=False)
+            for name in predicted.classes
         ]
         for key, row in given.facts.items()
     }
@@ -213,18 +176,6 @@ def _both(predicted: Predicted, targets: npt.NDArray[np.float64]) -> npt.NDArray
         )
     known = np.isfinite(targets).all(1, keepdims=True)
     return np.where(known, targets, np.nan)
-
-
-def _number(cell: str, where: str) -> float:
-    if cell.lower() in UNKNOWN_TARGETS:
-        return float("nan")
-    try:
-        value = float(cell)
-    except ValueError:
-        raise ValueError(f"{where}: {cell!r} is not numeric; leave unknown targets empty") from None
-    if not np.isfinite(value):
-        raise ValueError(f"{where}: {cell} is not finite; leave unknown targets empty")
-    return value
 
 
 def _no_label(predicted: Predicted, given: _Given) -> str:

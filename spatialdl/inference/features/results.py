@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from spatialdl.common.files import TEMPORARY, load_json, save_json, unfinished
 from spatialdl.data.chunk_map import own_dataset
 from spatialdl.data.feature_file import FEATURES, UNREADABLE, write_features
 from spatialdl.data.format import MANIFEST, sha256_of
-from spatialdl.data.saving import TEMPORARY, load_json, save_json, unfinished
 from spatialdl.errors import SlideError
 from spatialdl.inference.features.encoders.encoder import Encoder, Wish
 from spatialdl.inference.features.encoding import Filling

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import rankdata
 
+from spatialdl.common.files import storable
 from spatialdl.data.bags import PlacedBag
 from spatialdl.inference.predicting.geojson import box_of, save_geojson
 from spatialdl.inference.predicting.pictures import (
@@ -25,7 +26,6 @@ from spatialdl.inference.predicting.pictures import (
     save_overlay,
     slide_thumbnail,
 )
-from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.slides.reading.reader import Slide
 
 _STRONG = 0.9

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.comm.waiting import check_timeout
 from spatialdl.common.configuring.own_keys import is_own_network
 from spatialdl.common.configuring.values import check_values
-from spatialdl.data.slide_table import need_pyarrow
+from spatialdl.common.packages import needed
 from spatialdl.inference.predicting.spatial_data import need_spatialdata
 from spatialdl.layout.placement import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
@@ -63,7 +63,7 @@ def check_config(config: DictConfig) -> Placement:
     check_choices(config, CHOICES)
     check_device(config.device)
     if config.table == "parquet":
-        need_pyarrow()
+        needed("pyarrow.parquet", "parquet", "table=parquet")
     check_timeout(config.comm.timeout)
     _check_input(config)
     _check_numbers(config)

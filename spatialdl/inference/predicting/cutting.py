@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from spatialdl.data.fields import shown
+from spatialdl.common.fields import shown
 from spatialdl.data.image_source import Size
 from spatialdl.inference.predicting.records import key_of
 from spatialdl.inference.predicting.trained import Trained

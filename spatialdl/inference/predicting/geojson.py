@@ -19,7 +19,7 @@ import numpy.typing as npt
 from scipy import ndimage
 from skimage.measure import approximate_polygon, find_contours
 
-from spatialdl.data.saving import replacing
+from spatialdl.common.files import replacing
 
 _SPECK = 4  # pixels of an overview; smaller regions are noise
 _GOLDEN = (5**0.5 - 1) / 2

@@ -19,7 +19,7 @@ from spatialdl.comm.device_path import device_of
 from spatialdl.comm.processes import Nodes
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.common.configuring.own_keys import is_own_network
-from spatialdl.data.fields import shown
+from spatialdl.common.fields import shown
 from spatialdl.data.image_source import Size
 from spatialdl.errors import CheckpointError
 from spatialdl.inference.predicting.trained import Trained, trained_in

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.files import replacing
 from spatialdl.common.text import fitted
-from spatialdl.data.saving import replacing
 from spatialdl.slides.finding.tissue import find_tissue
 from spatialdl.slides.pyramid import TILE, write_pyramid
 from spatialdl.slides.reading.reader import Slide, Thumbnail

@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from spatialdl.common import fields
+from spatialdl.common.files import replacing, save_table, storable
+from spatialdl.common.packages import needed
 from spatialdl.common.text import aligned, fitted
-from spatialdl.data import fields
-from spatialdl.data.saving import replacing, save_table
-from spatialdl.data.slide_table import need_pyarrow
-from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.slides.reading.paths import slide_files
 from spatialdl.training.tasks.predictions import to_slides
 
@@ -193,10 +192,10 @@ def save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
         rows = zip(*columns.values(), strict=True)
         save_table(path, columns, rows, errors="backslashreplace")
     else:
-        arrow = need_pyarrow()
+        parquet = needed("pyarrow.parquet", "parquet", "table=parquet")
         with replacing(path) as out:
             data = {_text(name): list(map(_text, values)) for name, values in columns.items()}
-            arrow.parquet.write_table(arrow.table(data), out)
+            parquet.write_table(needed("pyarrow", "parquet").table(data), out)
     return path
 
 

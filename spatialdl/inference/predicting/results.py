@@ -26,6 +26,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.common.files import storable
 from spatialdl.inference.predicting.geojson import (
     active_features,
     region_features,
@@ -48,7 +49,6 @@ from spatialdl.inference.predicting.records import ONE_CLASS
 from spatialdl.inference.predicting.running import SlideOutput, bar
 from spatialdl.inference.predicting.spatial_data import SlideMaps, save_spatial_data
 from spatialdl.inference.predicting.trained import Trained
-from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
 log = logging.getLogger("spatialdl.predict")

@@ -24,7 +24,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.saving import fsync_folder
+from spatialdl.common.files import fsync_folder
 from spatialdl.slides.reading.reader import Thumbnail
 
 PIXELS, MICRONS = "global", "microns"

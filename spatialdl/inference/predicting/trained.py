@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.data import fields
+from spatialdl.common import fields
 from spatialdl.data.format import Manifest
 from spatialdl.data.image_source import DTYPES
 from spatialdl.data.normalisation import Normalisation

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.common.files import storable, unfinished
 from spatialdl.common.text import fitted
 from spatialdl.data.augmentation.geometry import Draw, window_of
 from spatialdl.data.image_source import Box, Size, pairs, whole_box
 from spatialdl.data.importing.volume_file import StoredVolume, load_nifti
-from spatialdl.data.saving import unfinished
 from spatialdl.data.volume_geometry import VolumeTurn
 from spatialdl.inference.predicting.agreed_errors import agreeing
 from spatialdl.inference.predicting.inputs import Input
@@ -46,7 +46,6 @@ from spatialdl.inference.predicting.results import class_files
 from spatialdl.inference.predicting.running import SlideOutput
 from spatialdl.inference.predicting.trained import Trained
 from spatialdl.inference.predicting.volume_inputs import VolumeImages
-from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.training.pictures.orthogonal_slices import Picture, draw_sections
 from spatialdl.training.pictures.thumbnails import (
     COLOURS,

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from spatialdl.common.files import TEMPORARY, fsync_folder, link, load_json, save_json
 from spatialdl.data.folder import COORDS, SETTINGS
 from spatialdl.data.format import MANIFEST, Manifest, shard_name
 from spatialdl.data.samples import Sample, ShardInfo, TileSample
-from spatialdl.data.saving import TEMPORARY, fsync_folder, link, load_json, save_json
 from spatialdl.slides.batch.parts import stored_codec
 from spatialdl.slides.batch.picture import preview_name
 from spatialdl.slides.batch.record import PARTS, RECORDS, SlideRecord

@@ -20,10 +20,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from spatialdl.common.files import replacing
 from spatialdl.data.folder import COORDS
 from spatialdl.data.format import sha256_of
 from spatialdl.data.samples import ShardInfo
-from spatialdl.data.saving import replacing
 from spatialdl.errors import SlideError
 from spatialdl.slides.cutting.tiling import TilePlan
 from spatialdl.slides.reading.reader import Slide

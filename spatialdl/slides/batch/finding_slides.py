@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from spatialdl.common.files import storable
 from spatialdl.slides.reading.paths import (
     SLIDE_SUFFIXES,
     series_at,
@@ -17,8 +15,6 @@ from spatialdl.slides.reading.paths import (
     slide_source,
     slides_among,
 )
-
-_LONGEST_NAME = 240  # bytes; file systems allow 255, and files append suffixes
 
 
 def find_slides(paths: Sequence[Path], *, recursive: bool = False) -> list[Path]:
@@ -93,23 +89,6 @@ def slide_names(
     for number, slide in enumerate(_duplicates(names), 1):
         names[slide] += f"_{number}"
     return {slide: storable(name) for slide, name in names.items()}
-
-
-def storable(name: str) -> str:
-    """Return a name as a valid file name: without folders, and short enough for a file system.
-
-    A changed name ends with a digest, so that it stays unique.
-    """
-    try:
-        coded = os.fsencode(name)
-    except UnicodeEncodeError:  # a lone surrogate of UTF-16
-        coded = name.encode(errors="backslashreplace")
-    whole = coded.decode(errors="backslashreplace")
-    plain = re.sub(r"[/\0]", "_", whole)
-    if plain == whole and len(whole.encode()) <= _LONGEST_NAME and whole.strip("."):
-        return whole
-    digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
-    return plain.encode()[: _LONGEST_NAME - 13].decode(errors="ignore") + "-" + digest
 
 
 def _duplicates(names: dict[Path, str]) -> list[Path]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from spatialdl.common.text import counted
-from spatialdl.data.slide_table import SPLIT, PathIndex, read_table
+from spatialdl.data.tables import LABEL, SPLIT, PathIndex, TableRow, read_table
 from spatialdl.slides.reading.paths import slide_addresses, slide_aliases, slide_name
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 
-LABEL, MPP = "label", "mpp"
+MPP = "mpp"
 SPLITS = ("train", "val", "test")
 
 
@@ -42,25 +42,18 @@ def read_labels(
         ValueError: the file is missing or malformed, names a slide twice or an unknown slide, or
             has no line for a slide.
     """
-    table = read_table(path)
-    needed = (LABEL, SPLIT) if classes else (SPLIT,)
-    missing = [name for name in needed if name not in table.columns]
-    if missing:
-        raise ValueError(
-            f"{path} has no column {', '.join(missing)}; its header is {','.join(table.columns)}"
-        )
+    table = read_table(path, required=(LABEL, SPLIT) if classes else (SPLIT,))
     labels: dict[Path, SlideLabel] = {}
     unknown: list[str] = []
     index = slide_index(slides)
-    for line, row, name in zip(table.lines, table.rows, table.slides, strict=True):
-        where = f"{path} line {line}"
-        slide, label = index.find(name, where), _label_of(where, row)
+    for row in table.rows:
+        slide, label = index.find(row.name, row.where), _label_of(row)
         if classes and not label.label:
-            raise ValueError(f"{where}: {LABEL} is empty")
+            raise ValueError(f"{row.where}: {LABEL} is empty")
         if slide is None:
-            unknown.append(name)
+            unknown.append(row.name)
         elif slide in labels:
-            raise ValueError(f"{where}: slide {name!r} is a duplicate; keep one line")
+            raise ValueError(f"{row.where}: slide {row.name!r} is a duplicate; keep one line")
         else:
             labels[slide] = label
     without = [slide.name or slide_name(slide) for slide in slides if slide not in labels]
@@ -75,10 +68,10 @@ def read_labels(
     return labels
 
 
-def _label_of(where: str, row: Mapping[str, str]) -> SlideLabel:
-    split, text = row[SPLIT], row.get(MPP, "")
+def _label_of(row: TableRow) -> SlideLabel:
+    split, text = row.cells[SPLIT], row.cells.get(MPP, "")
     if split not in SPLITS:
-        raise ValueError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)}")
+        raise ValueError(f"{row.where}: split is {split!r}, expected {', '.join(SPLITS)}")
     try:
         mpp = float(text) if text else None
     except ValueError:
@@ -86,9 +79,10 @@ def _label_of(where: str, row: Mapping[str, str]) -> SlideLabel:
     if mpp is not None and not is_plausible(mpp):
         low, high = PLAUSIBLE_MPP
         raise ValueError(
-            f"{where}: mpp is {text!r}, expected micrometres per pixel between {low:g} and {high:g}"
+            f"{row.where}: mpp is {text!r}, expected micrometres per pixel between {low:g} and "
+            f"{high:g}"
         )
-    return SlideLabel(row.get(LABEL, ""), split, mpp)
+    return SlideLabel(row.cells.get(LABEL, ""), split, mpp)
 
 
 def slide_index(slides: Sequence[Path]) -> PathIndex:

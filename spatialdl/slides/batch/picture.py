@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
-from spatialdl.data.saving import replacing
+from spatialdl.common.files import replacing
 from spatialdl.slides.finding.regions import Region
 from spatialdl.slides.finding.tissue import Tissue
 from spatialdl.slides.reading.reader import Thumbnail

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from spatialdl.data import fields
+from spatialdl.common import fields
+from spatialdl.common.files import load_json, save_json
 from spatialdl.data.format import sha256_of, shard_status
 from spatialdl.data.samples import RegionSample, ShardInfo, parse_region
-from spatialdl.data.saving import load_json, save_json
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.report import TilingReport

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any, Self
 
+from spatialdl.common.files import replacing
 from spatialdl.common.text import aligned, counted, fitted
-from spatialdl.data.saving import replacing
 from spatialdl.slides.cutting.filters import FILTERS
 
 STATUSES = ("processed", "no tiles", "damaged", "failed")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from spatialdl.common.files import link
 from spatialdl.data.samples import ShardInfo
-from spatialdl.data.saving import link
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.slides.batch.picture import preview_name
 from spatialdl.slides.batch.record import PARTS, RECORDS, SlideRecord

@@ -9,14 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spatialdl.common.text import aligned, counted, positive_int
-from spatialdl.data.slide_table import (
-    IMAGE_COLUMNS,
-    PATIENT,
-    SLIDE_COLUMNS,
-    SPLIT,
-    SlideTable,
-    read_table,
-)
+from spatialdl.data.tables import PATIENT, SPLIT, SlideTable, in_two_splits, read_table
 from spatialdl.slides.batch.finding_slides import find_slides
 from spatialdl.slides.batch.labels import slide_index
 from spatialdl.slides.cohort.likeness import same_slides
@@ -24,7 +17,6 @@ from spatialdl.slides.cohort.splitting import (
     assign,
     counts_of,
     groups_of,
-    in_two_splits,
     pairs_apart,
     strata_of,
 )
@@ -44,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        table = read_table(options.labels, names=(*SLIDE_COLUMNS, *IMAGE_COLUMNS))
+        table = read_table(options.labels)
         alike = _alike(options, table)
         if options.check:
             return _check(options, table, alike)
@@ -151,7 +143,7 @@ def _split(options: argparse.Namespace, table: SlideTable, alike: Sequence[Seque
 def _groups(
     options: argparse.Namespace, table: SlideTable, alike: Sequence[Sequence[int]]
 ) -> list[int]:
-    by = options.by or (PATIENT if PATIENT in table.columns else None)
+    by = options.by or table.patient
     reasons: list[list[str | int | None]] = [list(range(len(table.rows)))]
     if by is not None:
         reasons.append([cell or None for cell in table.column(by)])
@@ -211,7 +203,7 @@ def _table(
 
 def _check(options: argparse.Namespace, table: SlideTable, alike: Sequence[Sequence[int]]) -> int:
     splits = table.column(SPLIT)
-    by = options.by or (PATIENT if PATIENT in table.columns else None)
+    by = options.by or table.patient
     leaks = []
     if by is not None:
         divided = in_two_splits(table.column(by), splits)

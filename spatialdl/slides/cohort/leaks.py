@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spatialdl.data.slide_table import PATIENT, SPLIT, read_table
+from spatialdl.data.tables import read_table
 from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.record import SlideRecord, slide_content
 from spatialdl.slides.batch.resume import names_in, slide_sources
 from spatialdl.slides.cohort.likeness import same_pictures, twins
-from spatialdl.slides.cohort.splitting import in_two_splits
 from spatialdl.slides.reading.paths import slide_bytes
 
 
@@ -21,14 +20,7 @@ def check_patients(table: Path) -> None:
     Raises:
         ValueError: a patient is in two splits, or the table cannot be read.
     """
-    labels = read_table(table)
-    if PATIENT not in labels.columns:
-        return
-    for patient, splits in in_two_splits(labels.column(PATIENT), labels.column(SPLIT)).items():
-        raise ValueError(
-            f"{table}: patient {patient} is in {' and '.join(splits)}, which invalidates the "
-            "evaluation; split by patient (spatialdl-split --by patient), or pass --allow-leaks"
-        )
+    read_table(table).check_patients(", or pass --allow-leaks")
 
 
 def check_duplicates(

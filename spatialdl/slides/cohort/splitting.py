@@ -117,15 +117,6 @@ def counts_of(groups: Sequence[int], strata: Sequence[str]) -> Counts:
     return counts
 
 
-def in_two_splits(labels: Sequence[Hashable | None], splits: Sequence[str]) -> dict[str, list[str]]:
-    """Return the labels in more than one split, with these splits; ignores None and ""."""
-    seen: dict[str, dict[str, None]] = {}
-    for label, split in zip(labels, splits, strict=True):
-        if label:
-            seen.setdefault(str(label), {})[split] = None
-    return {label: list(where) for label, where in seen.items() if len(where) > 1}
-
-
 def pairs_apart(alike: Sequence[Sequence[int]], splits: Sequence[str]) -> list[tuple[int, int]]:
     """Return pairs of slides of the same group in different splits."""
     return [

@@ -1,7 +1,7 @@
 """Decoding of the compressed tiles of a TIFF to RGB, as openslide does.
 
 libjpeg conceals damage in a JPEG stream and only warns; openslide and simplejpeg turn the warning
-into an error. Without simplejpeg openslide decodes JPEG tiles.
+into an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decoder_of(
     if samples != (1 if photometric == GREY else 3):
         return None
     if compression == JPEG and photometric in (GREY, RGB, YCBCR):
-        return _jpeg(photometric, tables) if jpeg.detects_damage() else None
+        return _jpeg(photometric, tables)
     if compression == APERIO_RGB and photometric in (RGB, YCBCR):
         return Decoder(lambda data: _three(imagecodecs.jpeg2k_decode(data)))
     return None

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spatialdl.data.saving import TEMPORARY, fsync_folder, replacing
+from spatialdl.common.files import TEMPORARY, fsync_folder, replacing
 from spatialdl.errors import CheckpointError
 
 FOLDER = "checkpoints"

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.data import fields
-from spatialdl.data.saving import file_status
+from spatialdl.common import fields
+from spatialdl.common.files import file_status
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, check_seal, step_of
 

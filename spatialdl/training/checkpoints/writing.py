@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.data.saving import sync
+from spatialdl.common.files import sync
 from spatialdl.training.checkpoints.content import Files
 from spatialdl.training.checkpoints.folder import (
     BEST,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.common.files import load_json
 from spatialdl.data.normalisation import NAMED, Normalisation
-from spatialdl.data.saving import load_json
 from spatialdl.training.checks import check_weights_file
 
 log = logging.getLogger("spatialdl.trainer")

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spatialdl.common.files import save_table
 from spatialdl.data.bags import BagSource
 from spatialdl.data.image_source import ImageSource
-from spatialdl.data.saving import save_table
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.tasks.survival import survival_columns
 from spatialdl.training.tasks.task import SampleTask

@@ -231,7 +231,7 @@ def test_a_table_labels_a_flat_folder(tmp_path: Path, flat: Path, table: str) ->
             r".*t\.csv without an image: d\.png, e; nothing was written.*--skip-unmatched",
         ),
         ("file,label\nz,y\n", r"4 images without a label.*1 label of .* without an image: z"),
-        ("name,label\na,x\n", "no column image or image_id.* its header is name,label"),
+        ("name,label\na,x\n", "no column image or image_id.* its columns are name, label"),
         ("image,grade\na,2\n", "has no column label; its columns are image, grade.*--column NAME"),
         ("image,label\na,x\n", "line 2: image 'a' is ambiguous: .*p9/a.jpeg; add its suffix"),
         ("image,label\nb,x\nb.jpg,x\n", "line 3: b.jpg is .*, which .* line 2 also names; keep"),

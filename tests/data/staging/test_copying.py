@@ -20,7 +20,6 @@ from spatialdl.data.staging.copying import (
     StoppedError,
     WriteError,
     fetch,
-    is_still,
     is_whole,
     reading_source,
 )
@@ -171,15 +170,6 @@ def test_a_part_of_somebody_else_is_not_gone_on_with(bring, tmp_path):
     ):
         bring()
     assert (tmp_path / "part").read_bytes() == b""
-
-
-def test_a_file_is_known_by_its_name(tmp_path):
-    with (tmp_path / "a").open("w") as file:
-        assert is_still(tmp_path / "a", file.fileno())
-        (tmp_path / "a").unlink()
-        assert not is_still(tmp_path / "a", file.fileno())
-        (tmp_path / "a").touch()
-        assert not is_still(tmp_path / "a", file.fileno())
 
 
 @pytest.fixture

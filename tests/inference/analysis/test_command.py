@@ -237,7 +237,7 @@ def test_a_bad_tile_is_named_by_file_and_row(tmp_path, capsys):
 def test_labels_are_checked(features, tmp_path, capsys):
     for text, message in [
         ("slide,age\na,50\nc,old\nd,3\n", "age of slide 'c' is 'old', expected a finite number"),
-        ("slide,years\na,50\n", "has no column age; columns: slide, years"),
+        ("slide,years\na,50\n", "has no column age; its columns are slide, years"),
         ("slide,age\na,50\na.svs,50\n", "'a' and 'a.svs' both match slide 'a'"),
         ("slide,age\nx,50\n", "has none of the 6 slides with features, such as 'a'"),
         ("slide,age\na,50\nc,51\n", "2 slides with features have a number in age"),

@@ -14,12 +14,12 @@ from PIL import Image
 from sklearn import metrics as known
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.data.slide_table import read_table
+from spatialdl.data.tables import read_table
 from spatialdl.inference.evaluating.checks import check_evaluation
 from spatialdl.inference.evaluating.evaluation import run
 from spatialdl.inference.evaluating.levels import group_of, levels_of
 from spatialdl.inference.evaluating.predicted import Predicted, read_predictions
-from spatialdl.inference.evaluating.truth import find_truth, match_slides
+from spatialdl.inference.evaluating.truth import find_truth
 from spatialdl.training.checkpoints.folder import CONTENT
 from tests.inference.evaluating.cases import (
     CLASSES,
@@ -233,7 +233,10 @@ def folder(tmp_path):
         ("predictions=P aggregation=sum", "aggregation=sum"),
         ("predictions=P subgroups=[site]", "are columns of a table of labels: give labels="),
         ("predictions=P subgroups=site", "must be a list"),
-        ("predictions=P labels=L subgroups=[scanner]", "has no column scanner, only slide, label"),
+        (
+            "predictions=P labels=L subgroups=[scanner]",
+            "has no column scanner; its columns",
+        ),
         ("predictions=P labels=nowhere.csv", "cannot read nowhere.csv"),
     ],
 )
@@ -323,8 +326,8 @@ def test_a_slide_of_several_patients_is_no_level(tmp_path):
 def test_names_may_have_suffixes_and_folders(tmp_path):
     rows = [("/x/a.svs",), ("b.nii.gz",), ("d/c.tif",), ("other",)]
     file = write_rows(tmp_path / "l.csv", ("slide",), rows)
-    found, unknown = match_slides(read_table(file), ["a", "b", "d_c.tif"], file)
-    assert {name: row["slide"] for name, row in found.items()} == {
+    found, unknown = read_table(file).match(["a", "b", "d_c.tif"])
+    assert {name: row.name for name, row in found.items()} == {
         **{"a": "/x/a.svs", "b": "b.nii.gz", "d_c.tif": "d/c.tif"},
     }
     assert unknown == ["other"]

@@ -59,7 +59,7 @@ def train_on_volumes(folder: Path, *overrides: str, contrasts: int = 1) -> Path:
         save(folder / "in" / f"v{number}.nii.gz", voxels((9, 8, 7, *more), number))
         mask = np.random.default_rng(number).integers(0, 3, (9, 8, 7)).astype(np.uint8)
         save(folder / "masks" / f"v{number}.nii.gz", mask)
-    import_volumes(folder / "in", folder / "set", masks=folder / "masks", progress=False)
+    import_volumes(folder / "in", folder / "set", masks=folder / "masks")
     data = (
         *("data=shards", f"data.path={folder / 'set'}", "data.split=null", "data.num_classes=3"),
         *("data.image_size=[7,8,9]", "data.batch_size=2", "data.scale=1000", "data.mean=0"),

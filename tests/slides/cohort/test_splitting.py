@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spatialdl.data.tables import in_two_splits
 from spatialdl.slides.cohort.command import main as split_command
 from spatialdl.slides.cohort.splitting import (
     assign,
     counts_of,
     groups_of,
-    in_two_splits,
     pairs_apart,
     strata_of,
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.data import fields
+from spatialdl.common import fields
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.folder import (
     BEST,

@@ -6,8 +6,10 @@ the back, are converted to RAS+.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,25 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.importing.volume_files.volume import (
-    Read,
-    Reader,
-    StoredVolume,
-    affine_from,
-    needed,
-)
-
-if TYPE_CHECKING:
-    from pydicom import Dataset
-
-
-import os
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import field
-from typing import TYPE_CHECKING
-
+from spatialdl.common.packages import needed
 from spatialdl.common.text import counted
+from spatialdl.data.importing.volume_files.volume import Read, Reader, StoredVolume, affine_from
 
 if TYPE_CHECKING:
     from pydicom import Dataset
@@ -223,7 +209,7 @@ def _start(frames: Sequence[_Frame], dtype: np.dtype[Any]) -> Read:
 
 def _values(frame: _Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
-        decode = needed("pydicom.pixels").pixel_array
+        decode = needed("pydicom.pixels", "volumes").pixel_array
         stored: npt.NDArray[Any] = decode(frame.path, index=frame.number, raw=True)
     except Exception as error:  # decoders raise arbitrary errors for damaged files
         raise ValueError(f"{frame.path.name}: {error}") from error
@@ -312,7 +298,7 @@ def find_series(folder: Path, paths: Iterable[Path]) -> DicomFolder:
     others: Counter[str] = Counter()
     segmentation = None
     for path in sorted(file for one in paths for file in _files(one) if _is_dicom(file)):
-        needed("pydicom")
+        needed("pydicom", "volumes")
         try:
             kind = _no_image(header := _header(path))
         except Exception as error:  # pydicom raises arbitrary errors for damaged files
@@ -353,7 +339,7 @@ def _is_dicom(path: Path) -> bool:
 def _header(path: Path) -> Dataset:
     """The header without pixels; also of old files that lack the 128-byte preamble."""
     with path.open("rb") as file:
-        header: Dataset = needed("pydicom").dcmread(
+        header: Dataset = needed("pydicom", "volumes").dcmread(
             file, stop_before_pixels=True, force=True, specific_tags=list(_TAGS)
         )
     return header

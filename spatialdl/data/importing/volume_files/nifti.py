@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.packages import needed
 from spatialdl.data.importing.volume_files.volume import (
     Read,
     Reader,
     StoredVolume,
     affine_from,
-    needed,
     numbers_of,
 )
 
@@ -50,7 +50,7 @@ def load_nifti(path: Path) -> Any:
     Raises:
         ValueError: nibabel is missing, or the header is not NIfTI; other errors if it is damaged.
     """
-    nibabel = needed("nibabel")
+    nibabel = needed("nibabel", "volumes")
     try:
         return nibabel.load(path, keep_file_open=True)
     except nibabel.filebasedimages.ImageFileError as error:

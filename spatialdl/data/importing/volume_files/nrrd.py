@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.packages import needed
 from spatialdl.data.importing.volume_files.volume import (
     Read,
     Reader,
     StoredVolume,
     affine_from,
     millimetres,
-    needed,
     numbers_of,
 )
 
@@ -42,7 +42,7 @@ def open_nrrd(path: Path) -> StoredVolume:
         ValueError: pynrrd is missing, or it is not a volume; other errors if damaged.
     """
     with path.open("rb") as file:
-        header = needed("nrrd").read_header(file)
+        header = needed("nrrd", "volumes").read_header(file)
     header = {key.replace(" ", ""): value for key, value in header.items()}
     shape = tuple(int(n) for n in header["sizes"])
     if not shape or min(shape) < 1:
@@ -114,6 +114,6 @@ def _geometry(
 
 
 def _start(path: Path, order: tuple[int, ...]) -> Read:
-    voxels, _ = needed("nrrd").read(str(path))
+    voxels, _ = needed("nrrd", "volumes").read(str(path))
     voxels = np.asarray(voxels).transpose(order)
     return lambda box: voxels[box]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.packages import needed
 from spatialdl.data.importing.volume_files.volume import (
     Read,
     Reader,
     StoredVolume,
     millimetres,
-    needed,
     numbers_of,
 )
 
@@ -51,7 +51,7 @@ def open_ome_zarr(path: Path) -> StoredVolume:
 
 
 def _group(path: Path) -> Any:
-    return needed("zarr").open_group(str(path), mode="r")
+    return needed("zarr", "volumes").open_group(str(path), mode="r")
 
 
 def _attributes(group: Any) -> dict[str, Any]:

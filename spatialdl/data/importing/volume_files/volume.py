@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -91,18 +90,6 @@ class Reader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"start": self.start}
-
-
-def needed(package: str) -> Any:
-    """Import a package that only one format needs.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        return import_module(package)
-    except ImportError:
-        raise ValueError(f"it requires {package}: pip install 'spatialdl[volumes]'") from None
 
 
 def millimetres(unit: str) -> float | None:

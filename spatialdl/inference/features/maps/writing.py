@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.common.files import unfinished
 from spatialdl.common.text import fitted
 from spatialdl.data.feature_file import FEATURES
-from spatialdl.data.saving import unfinished
 from spatialdl.errors import SlideError
 from spatialdl.inference.features.maps.regions import SlideRegion
 from spatialdl.inference.features.results import ResultFolders

@@ -1,4 +1,4 @@
-"""Atomic writes of files, and checks of files and folders that another user may have created.
+"""Atomic writes and locks of files, and checks of what another user may have created.
 
 Names with `..` are rejected where names are read, but a link can also lead out of the folder, and
 opening a pipe blocks forever. In a folder that is writable by all, such as /tmp, another user may
@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
+import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import stat
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 from uuid import uuid4
 
 from spatialdl.errors import ShardError
 
 TEMPORARY = ".*.tmp"
 """Glob pattern of temporary files; a killed process leaves them, and they are never read."""
+
+_LONGEST_NAME = 240  # bytes; file systems allow 255, and files append suffixes
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error codes of file systems without locks."""
@@ -140,6 +146,23 @@ def load_json(path: Path) -> Any:
         return None
 
 
+def storable(name: str) -> str:
+    """Return a name as a valid file name: without folders, and short enough for a file system.
+
+    A changed name ends with a digest, so that it stays unique.
+    """
+    try:
+        coded = os.fsencode(name)
+    except UnicodeEncodeError:  # a lone surrogate of UTF-16
+        coded = name.encode(errors="backslashreplace")
+    whole = coded.decode(errors="backslashreplace")
+    plain = re.sub(r"[/\0]", "_", whole)
+    if plain == whole and len(whole.encode()) <= _LONGEST_NAME and whole.strip("."):
+        return whole
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    return plain.encode()[: _LONGEST_NAME - 13].decode(errors="ignore") + "-" + digest
+
+
 def file_status(folder: Path, name: str) -> os.stat_result:
     """Stat result of a file inside a folder.
 
@@ -172,3 +195,79 @@ def check_own(folder: Path) -> int:
             f"{folder} is not a folder owned by this user: remove it, or choose another folder"
         )
     return stat.S_IMODE(found.st_mode)
+
+
+class FileLock:
+    """A locked file; released by `close`, or by the end of all processes that have it open.
+
+    Args:
+        path: the file.
+        wait: wait for another process that holds it.
+        create: create the file if it is missing.
+        optional: only warn on a file system without locks.
+
+    Attributes:
+        descriptor: of the open file; -1 once closed.
+
+    Raises:
+        BlockingIOError: another process holds it, and `wait` is false.
+        OSError: it cannot be opened, or the file system has no locks (`NO_LOCKS`).
+    """
+
+    descriptor = -1
+
+    def __init__(
+        self, path: Path, *, wait: bool = False, create: bool = True, optional: bool = False
+    ) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        while self.descriptor < 0:
+            self.descriptor = os.open(path, flags, 0o600)
+            try:
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BaseException as error:
+                if not (optional and isinstance(error, OSError) and error.errno in NO_LOCKS):
+                    self.close()
+                    raise
+                warnings.warn(
+                    f"the file system of {path.parent} does not support locks: make sure that no "
+                    "other process writes there at the same time",
+                    stacklevel=2,
+                )
+            if not is_at(path, self.descriptor):  # it was renamed or removed before it was locked
+                self.close()
+
+    def write(self, text: str) -> None:
+        """Replace the content of the file."""
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, text.encode(), 0)
+
+    def close(self) -> None:
+        """Release the lock; idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has the name by which it was opened."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds a `FileLock` on a file."""
+    try:
+        FileLock(path, create=False).close()
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
