@@ -1,4 +1,4 @@
-"""The slides of a batch: paths from files and folders, and a unique name for each."""
+"""The slides of a batch: paths from files and folders, a unique name for each, and labels."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from spatialdl.common.text import counted
+from spatialdl.data.slide_table import SPLIT, PathIndex, read_table
 from spatialdl.slides.reading.paths import (
     SLIDE_SUFFIXES,
     series_at,
+    slide_addresses,
+    slide_aliases,
     slide_name,
     slide_path,
     slide_source,
     slides_among,
 )
+from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 
 _LONGEST_NAME = 240  # bytes; file systems allow 255, and files append suffixes
 
@@ -116,3 +122,88 @@ def _duplicates(names: dict[Path, str]) -> list[Path]:
     # file systems may be case-insensitive
     times = Counter(name.casefold() for name in names.values())
     return [slide for slide, name in names.items() if times[name.casefold()] > 1]
+
+
+LABEL, MPP = "label", "mpp"
+SPLITS = ("train", "val", "test")
+
+
+class SlideLabel(NamedTuple):
+    """A row of the labels file."""
+
+    label: str  # empty if classes come from annotations
+    split: str
+    mpp: float | None = None  # of the slide's level 0, from the optional column mpp
+
+
+def read_labels(
+    path: Path, slides: Sequence[Path], *, unlabelled: str = "error", classes: bool = True
+) -> dict[Path, SlideLabel]:
+    """Read a CSV with the columns slide, label and split, and match it with the slides.
+
+    An optional column mpp has micrometres per level-0 pixel; it may be empty.
+
+    Args:
+        path: the CSV; its `slide` is a file name, with or without the suffix, or the end of a
+            path if files in several folders have that name; for a DICOM series its folder, its
+            UID or one of its files.
+        slides: the slides to be tiled.
+        classes: every slide needs a label; else the column may be empty or missing.
+        unlabelled: "skip" omits slides without a line from the result.
+
+    Raises:
+        ValueError: the file is missing or malformed, names a slide twice or an unknown slide, or
+            has no line for a slide.
+    """
+    table = read_table(path)
+    needed = (LABEL, SPLIT) if classes else (SPLIT,)
+    missing = [name for name in needed if name not in table.columns]
+    if missing:
+        raise ValueError(
+            f"{path} has no column {', '.join(missing)}; its header is {','.join(table.columns)}"
+        )
+    labels: dict[Path, SlideLabel] = {}
+    unknown: list[str] = []
+    index = slide_index(slides)
+    for line, row, name in zip(table.lines, table.rows, table.slides, strict=True):
+        where = f"{path} line {line}"
+        slide, label = index.find(name, where), _label_of(where, row)
+        if classes and not label.label:
+            raise ValueError(f"{where}: {LABEL} is empty")
+        if slide is None:
+            unknown.append(name)
+        elif slide in labels:
+            raise ValueError(f"{where}: slide {name!r} is a duplicate; keep one line")
+        else:
+            labels[slide] = label
+    without = [slide.name or slide_name(slide) for slide in slides if slide not in labels]
+    if unknown:
+        rest = f"; slides without a line: {', '.join(without)}" if without else ""
+        raise ValueError(f"{path} names {', '.join(unknown)}, not among the slides given{rest}")
+    if without and unlabelled != "skip":
+        raise ValueError(
+            f"{path} has no line for {', '.join(without)}; add a line for each "
+            f"({counted(len(without), 'slide')}), or skip them with --unlabelled skip"
+        )
+    return labels
+
+
+def _label_of(where: str, row: Mapping[str, str]) -> SlideLabel:
+    split, text = row[SPLIT], row.get(MPP, "")
+    if split not in SPLITS:
+        raise ValueError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)}")
+    try:
+        mpp = float(text) if text else None
+    except ValueError:
+        mpp = 0.0
+    if mpp is not None and not is_plausible(mpp):
+        low, high = PLAUSIBLE_MPP
+        raise ValueError(
+            f"{where}: mpp is {text!r}, expected micrometres per pixel between {low:g} and {high:g}"
+        )
+    return SlideLabel(row.get(LABEL, ""), split, mpp)
+
+
+def slide_index(slides: Sequence[Path]) -> PathIndex:
+    """Look-up of slides by the end of their path, then by their name without suffix."""
+    return PathIndex(slides, "slide", slide_addresses, slide_aliases)

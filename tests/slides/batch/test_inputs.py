@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from spatialdl.slides.batch import record
-from spatialdl.slides.batch.finding_slides import find_slides, slide_names, storable
-from spatialdl.slides.batch.labels import SlideLabel, read_labels
+from spatialdl.slides.batch.finding_slides import (
+    SlideLabel,
+    find_slides,
+    read_labels,
+    slide_names,
+    storable,
+)
 from spatialdl.slides.batch.options import SETTINGS, parsed, settings_of
 from spatialdl.slides.batch.record import sampled_digest, slide_key
 from spatialdl.slides.reading.reader import Slide
