@@ -6,9 +6,12 @@ import os
 import re
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -22,6 +25,23 @@ def print_lines(text: str) -> None:
         # or Python would fail again when it flushes at exit
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def progress_bar(
+    items: Iterable[Any] | None, what: str | None, unit: str, *, shows: bool = True, **more: Any
+) -> tqdm[Any]:
+    """A progress bar on stderr, if that is a terminal; erased at the end.
+
+    Args:
+        items: iterated over with progress; None, with `total`, for a bar that is updated.
+        what: in front of the bar.
+        unit: what is counted.
+        shows: false never shows it.
+        more: further arguments of tqdm.
+    """
+    from tqdm import tqdm  # imported here, as it is slow
+
+    return tqdm(items, what, unit=unit, disable=None if shows else True, leave=False, **more)
 
 
 def width(text: str) -> int:

@@ -230,30 +230,28 @@ def shard_status(folder: Path, info: ShardInfo) -> os.stat_result:
         raise ShardError(f"{error}; copy or write the data set again") from None
 
 
-def size_problem(folder: Path, info: ShardInfo) -> str:
-    """Why a shard does not have its recorded size; empty if it has."""
+def shard_problem(
+    folder: Path,
+    info: ShardInfo,
+    progress: Callable[[int], object] | None = None,
+    *,
+    contents: bool = True,
+) -> str:
+    """Why a shard or file of a data set is not intact; empty if it is.
+
+    Args:
+        folder: of the data set.
+        info: its path in the folder, length and SHA-256.
+        progress: called with the bytes of each block read.
+        contents: read all of it; else only its length is compared.
+    """
     try:
         size = shard_status(folder, info).st_size
-    except ShardError as error:
-        return f"cannot be read: {error}"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if size == info.bytes:
-        return ""
-    return f"has {size} bytes, expected {info.bytes}; it was truncated or replaced"
-
-
-def shard_problem(
-    folder: Path, info: ShardInfo, progress: Callable[[int], object] | None = None
-) -> str:
-    """Why a shard is not intact, after reading all of it; empty if it is."""
-    problem = size_problem(folder, info)
-    if problem:
-        return problem
-    try:
-        actual = sha256_of(folder / info.file, progress)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        if size != info.bytes:
+            return f"has {size} bytes, expected {info.bytes}; it was truncated or replaced"
+        actual = sha256_of(folder / info.file, progress) if contents else info.sha256
+    except (ShardError, OSError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', error)}"
     if actual == info.sha256:
         return ""
     return f"has other contents (SHA-256 {actual[:12]}..., expected {info.sha256[:12]}...)"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spatialdl.common.files import link
 from spatialdl.data.folder import FolderInProgress
-from spatialdl.data.format import Manifest, shard_name, size_problem
+from spatialdl.data.format import Manifest, shard_name, shard_problem
 from spatialdl.data.samples import Sample, ShardInfo, with_shards
 from spatialdl.errors import ShardError
 
@@ -93,7 +93,7 @@ def _loaded(folder: Path) -> Manifest:
     except ShardError as error:
         raise ShardError(f"part {folder.name!r} is missing or unfinished: {error}") from None
     for info in manifest.shards:
-        if problem := size_problem(folder, info):
+        if problem := shard_problem(folder, info, contents=False):
             path = folder / info.file
             raise ShardError(f"part {folder.name!r} is damaged: {path} {problem}; write it again")
     return manifest

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from spatialdl.data.chunk_map import Where
 from spatialdl.data.codec import Coding
-from spatialdl.data.format import NO_LABEL, Manifest, shard_problem, size_problem
+from spatialdl.data.format import NO_LABEL, Manifest, shard_problem
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, extents, pairs, whole_box
 from spatialdl.data.open_shards import OpenShard, OpenShards
 from spatialdl.data.region_shard import region_path
@@ -267,7 +267,7 @@ def _bands(
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for info in manifest.shards:
-        if problem := size_problem(folder, info):
+        if problem := shard_problem(folder, info, contents=False):
             raise ShardError(
                 f"data set {folder}: {info.file} {problem}; copy or write the data set again"
             )

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from spatialdl.comm.launch import launched
 from spatialdl.common.text import counted, print_lines, readable_bytes
 from spatialdl.data.folder import ResumableFolder, holds_results
 from spatialdl.data.options import stripe_files
+from spatialdl.data.outcomes import FAILED, MISUSED, OK, EmptyResultError, exit_code, run_command
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.executors import batch_executor, executor_of_ranks
-from spatialdl.slides.batch.finding_slides import find_slides, slide_names
-from spatialdl.slides.batch.labels import SlideLabel, read_labels
+from spatialdl.slides.batch.finding_slides import SlideLabel, find_slides, read_labels, slide_names
 from spatialdl.slides.batch.options import parsed, parsed_path, settings_of
-from spatialdl.slides.batch.page import save_batch
+from spatialdl.slides.batch.record import (
+    PICTURES,
+    holds_work,
+    keep_failed,
+    keep_others,
+    names_in,
+)
 from spatialdl.slides.batch.report import TilingReport, save_reports, table, warnings, why_nothing
-from spatialdl.slides.batch.resume import PICTURES, holds_work, keep_failed, keep_others, names_in
-from spatialdl.slides.batch.running import BatchRun
+from spatialdl.slides.batch.report_page import save_batch
+from spatialdl.slides.batch.running import BatchRun, batch_executor, executor_of_ranks
 from spatialdl.slides.batch.steps import BatchRequest, Task
 from spatialdl.slides.cohort.leaks import check_duplicates, check_patients, check_pictures
-from spatialdl.slides.finding.regions import BACKGROUND
+from spatialdl.slides.finding.annotations import BACKGROUND
 from spatialdl.slides.inspecting import inspect, verify
 from spatialdl.slides.reading.paths import slide_bytes
 
-_OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
-_TERMINATED = 143
 _TOOLS: dict[str, Callable[[Path], object]] = {"inspect": inspect, "verify": verify}
 
 
@@ -55,12 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_tool(argv[0], argv[1:])
     try:
         with executor_of_ranks() as (first, executor):
-            return _main(argv, executor) if first else _OK
+            run = partial(_prepare_and_run, argv, executor)
+            return run_command(run, "nothing was written") if first else OK
     except ValueError as error:
         world = launched()
         if world is None or world.rank == 0:
             print(f"error: {error}", file=sys.stderr)
-        return _MISUSED
+        return MISUSED
 
 
 def _run_tool(tool: str, argv: Sequence[str]) -> int:
@@ -69,47 +72,31 @@ def _run_tool(tool: str, argv: Sequence[str]) -> int:
         result = _TOOLS[tool](path)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return _FAILED
+        return FAILED
     print_lines(str(result))
-    return _OK if result else _FAILED
+    return OK if result else FAILED
 
 
-class _TerminatedError(KeyboardInterrupt):
-    """The process received SIGTERM."""
-
-
-class _EmptyError(ValueError):
-    """No slide has a tile."""
-
-
-def _main(argv: Sequence[str], executor: Executor | None) -> int:
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        options = parsed(argv)
-        slides = find_slides(options.slides, recursive=options.recursive)
-        slides, labels = _labelled(options, slides)
-        choosing = Choosing(options, slides, outside=options.unannotated == BACKGROUND)
-        labels = _with_classes(options, labels, choosing)
-        batch = _batch(options, labels, choosing)
-        checked = options.labels is not None and not options.allow_leaks
-        if checked:
-            check_patients(options.labels)
-        for line in check_duplicates(slides, labels, batch.before, allowed=options.allow_leaks):
-            print(f"warning: {line}", file=sys.stderr)
-        if checked:
-            check_pictures(labels, batch.before, jobs=options.jobs)
-        tasks = _tasks(slides, labels)
-        if options.dry_run:
-            return _count(batch, tasks, executor)
-        return _tile(batch, tasks, executor)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _FAILED if isinstance(error, (_EmptyError, OSError)) else _MISUSED
-    except KeyboardInterrupt as error:
-        print(f"interrupted; {error or 'nothing was written'}", file=sys.stderr)
-        return _TERMINATED if isinstance(error, _TerminatedError) else _INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _prepare_and_run(argv: Sequence[str], executor: Executor | None) -> int:
+    options = parsed(argv)
+    slides = find_slides(options.slides, recursive=options.recursive)
+    slides, labels = _labelled(options, slides)
+    choosing = Choosing(options, slides, outside=options.unannotated == BACKGROUND)
+    labels = _with_classes(options, labels, choosing)
+    batch = _batch(options, labels, choosing)
+    checked = options.labels is not None and not options.allow_leaks
+    if checked:
+        check_patients(options.labels)
+    for line in check_duplicates(slides, labels, batch.before, allowed=options.allow_leaks):
+        print(f"warning: {line}", file=sys.stderr)
+    if checked:
+        check_pictures(labels, batch.before, jobs=options.jobs)
+    tasks = [
+        Task(slide, name, labels.get(slide), slide_bytes(slide))
+        for slide, name in slide_names(slides).items()
+    ]
+    tasks.sort(key=lambda task: task.name)
+    return (_count if options.dry_run else _tile)(batch, tasks, executor)
 
 
 def _labelled(
@@ -166,30 +153,22 @@ def _batch(
     classes = choosing.classes or sorted({label.label for label in labels.values()})
     settings = settings_of(options, classes)
     target = options.out.resolve()
-    before = None
-    if not options.overwrite and load_settings(target) == settings:
-        before = target
-    return BatchRequest(options, choosing, settings, classes, None, target, before)
-
-
-def _tasks(slides: Sequence[Path], labels: Mapping[Path, SlideLabel]) -> list[Task]:
-    names = slide_names(slides)
-    tasks = [
-        Task(slide, name, labels.get(slide), slide_bytes(slide)) for slide, name in names.items()
-    ]
-    return sorted(tasks, key=lambda task: task.name)
+    is_same = not options.overwrite and load_settings(target) == settings
+    return BatchRequest(
+        options, choosing, settings, classes, None, target, target if is_same else None
+    )
 
 
 def _count(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None) -> int:
     """Print what would be written."""
-    run = _run(batch, tasks, executor, dry=True)
-    reports = _reported(run, tasks)
-    new = [run.reports[task.name].written for task in tasks if task.name not in run.before]
+    run, reports = _run(batch, tasks, executor, dry=True)
+    _print(reports)
+    new = [report.written for report in reports if report.slide not in run.before]
     packed = " before compression" if batch.options.codec != "raw" else ""
     size = readable_bytes(run.bytes) + packed
     what = _what(batch, sum(new), sum(map(bool, new)))
     print_lines(f"would write {what}, {size}, to {batch.target}")
-    return _exit_code(batch, reports)
+    return exit_code(reports, skip_errors=batch.options.skip_errors)
 
 
 def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None) -> int:
@@ -201,22 +180,19 @@ def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None)
         if undone:
             print(f"remark: {undone}", file=sys.stderr)
         return _into(folder, batch, tasks, executor)
-    except KeyboardInterrupt as error:
-        error.args = (_kept(folder.path),)  # whichever signal it is of
-        raise
-    except OSError as error:
-        if not holds_work(folder.path):
+    except (KeyboardInterrupt, OSError) as error:
+        keeps, kept = holds_work(folder.path), "nothing was written"
+        if keeps:
+            kept = f"partial results are in {folder.path}; run the same command again to resume"
+        if isinstance(error, KeyboardInterrupt):
+            error.args = (kept,)  # whichever signal it is of
+        elif keeps:
+            raise OSError(f"{error}; {kept}") from error
+        else:
             folder.discard()
-            raise
-        raise OSError(f"{error}; {_kept(folder.path)}") from error
+        raise
     finally:
         folder.leave()
-
-
-def _kept(folder: Path) -> str:
-    if not holds_work(folder):
-        return "nothing was written"
-    return f"partial results are in {folder}; run the same command again to resume"
 
 
 def _into(
@@ -224,49 +200,48 @@ def _into(
 ) -> int:
     resumed = names_in(folder.path)  # slides done by an interrupted run
     others = keep_others(folder.path, batch.before, {task.name: task.path for task in tasks})
-    run = _run(batch, tasks, executor, dry=False)
+    run, reports = _run(batch, tasks, executor, dry=False)
     done = {*run.before, *run.finished}
     failed = {name: report for name, report in run.reports.items() if name not in done}
     kept = keep_failed(folder.path, batch.before, failed)
     others += [report for report in kept.values() if report is not None]
-    reports = _reported(run, tasks)
+    _print(reports)
+    code = exit_code(reports, skip_errors=batch.options.skip_errors)
     names = sorted({*done, *kept, *(report.slide for report in others)})
     if batch.before and not (resumed or run.finished) and names == names_in(batch.before):
         folder.discard()
         print_lines(f"nothing to do: {batch.target} is complete")
-        return _exit_code(batch, reports)
-    written = sum(report.written for report in [*reports, *others])
+        return code
+    all_reports = sorted([*reports, *others], key=lambda report: report.slide)
+    written = sum(report.written for report in all_reports)
     if not written and holds_results(batch.target):
         folder.discard()
-        raise _EmptyError(why_nothing(reports))
+        raise EmptyResultError(why_nothing(reports))
     assemble(folder.path, names, batch.classes, batch.options, batch.settings)
-    all_reports = sorted([*reports, *others], key=lambda report: report.slide)
     save_reports(folder.path / PROCESS_LIST, all_reports)
     shown = {name: value for name, value in batch.settings.items() if value}
     save_batch(folder.path / PAGE, all_reports, folder.path / PICTURES, shown)
     folder.publish()
     if not written:
-        raise _EmptyError(f"{why_nothing(reports)}; pictures and {PAGE} are in {batch.target}")
+        raise EmptyResultError(f"{why_nothing(reports)}; pictures and {PAGE} are in {batch.target}")
     used = sum(report.written > 0 for report in all_reports)
     print_lines(f"wrote {_what(batch, written, used)} to {batch.target}")
-    return _exit_code(batch, reports)
+    return code
 
 
 def _run(
     batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None, *, dry: bool
-) -> BatchRun:
+) -> tuple[BatchRun, list[TilingReport]]:
     run = BatchRun(batch, tasks, dry=dry)
     with batch_executor(batch.options.jobs, executor) as workers:
         run.go(workers)
-    return run
+    return run, [run.reports[task.name] for task in tasks]
 
 
-def _reported(run: BatchRun, tasks: Sequence[Task]) -> list[TilingReport]:
-    reports = [run.reports[task.name] for task in tasks]
+def _print(reports: Sequence[TilingReport]) -> None:
     print_lines(table(reports))
     for line in warnings(reports):
         print(f"warning: {line}", file=sys.stderr)
-    return reports
 
 
 def _what(batch: BatchRequest, samples: int, slides: int) -> str:
@@ -274,15 +249,6 @@ def _what(batch: BatchRequest, samples: int, slides: int) -> str:
         return f"{samples} whole regions"
     of = "coordinates of " if batch.options.format == "coords" else ""
     return f"{of}{samples} tiles of {slides} slides"
-
-
-def _exit_code(batch: BatchRequest, reports: Sequence[TilingReport]) -> int:
-    failed = any(report.failed for report in reports)
-    return _FAILED if failed and not batch.options.skip_errors else _OK
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _TerminatedError
 
 
 if __name__ == "__main__":

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
-from spatialdl.common.text import aligned, counted, fitted, readable_bytes
+from spatialdl.common.text import aligned, counted, fitted, progress_bar, readable_bytes
 from spatialdl.data.folder import COORDS
-from spatialdl.data.format import MANIFEST, Manifest, shard_problem, size_problem
+from spatialdl.data.format import MANIFEST, Manifest, shard_problem
 from spatialdl.data.samples import RegionSample, ShardInfo, VolumeSample
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.layout.layout import spatial_names
-from spatialdl.slides.batch.record import SlideRecord
-from spatialdl.slides.batch.resume import names_in
+from spatialdl.slides.batch.record import SlideRecord, names_in
 from spatialdl.slides.reading.opening import PLAIN_SUFFIXES
 from spatialdl.slides.reading.paths import SLIDE_SUFFIXES, series_at, slide_bytes, slides_among
 from spatialdl.slides.reading.reader import Slide
@@ -47,9 +43,10 @@ def inspect(path: str | os.PathLike[str]) -> str:
     with Slide(path) as slide:
         facts = zip(_HEADS, (str(path), *_cells(slide)), strict=True)
         lines = [f"{name:<8} {text}".rstrip() for name, text in facts]
-        lines += ["", *aligned([_LEVEL_HEADS, *_levels(slide)], left=(6,))]
-        remarks = _remarks(slide)
-    return "\n".join(lines + [""] * bool(remarks) + [f"remark: {remark}" for remark in remarks])
+        levels = [_level(slide, *level) for level in enumerate(slide.downsamples)]
+        lines += ["", *aligned([_LEVEL_HEADS, *levels], left=(6,))]
+        remarks = [f"remark: {remark}" for remark in _remarks(slide)]
+    return "\n".join([*lines, *[""] * bool(remarks), *remarks])
 
 
 def _cells(slide: Slide) -> tuple[str, ...]:
@@ -66,16 +63,13 @@ def _cells(slide: Slide) -> tuple[str, ...]:
     )
 
 
-def _levels(slide: Slide) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for level, down in enumerate(slide.downsamples):
-        sides = [f"openslide.level[{level}].tile-{side}" for side in ("height", "width")]
-        tile = [slide.properties.get(side, "") for side in sides]
-        mpp = "" if slide.known_mpp is None else f"{slide.known_mpp * down:.4g}"
-        read = "natively" if slide.is_native(down) else "by openslide"
-        size = map(str, slide.level_size(level))
-        rows.append((str(level), *size, f"{down:.4g}", mpp, " x ".join(filter(None, tile)), read))
-    return rows
+def _level(slide: Slide, level: int, down: float) -> tuple[str, ...]:
+    """Values of `_LEVEL_HEADS`."""
+    sides = [f"openslide.level[{level}].tile-{side}" for side in ("height", "width")]
+    tile = " x ".join(filter(None, [slide.properties.get(side, "") for side in sides]))
+    mpp = "" if slide.known_mpp is None else f"{slide.known_mpp * down:.4g}"
+    read = "natively" if slide.is_native(down) else "by openslide"
+    return (str(level), *map(str, slide.level_size(level)), f"{down:.4g}", mpp, tile, read)
 
 
 def _remarks(slide: Slide) -> list[str]:
@@ -83,10 +77,10 @@ def _remarks(slide: Slide) -> list[str]:
     remarks = [slide.remark] if slide.remark else []
     scale = slide.downsamples[-1]
     y, x = (max(0, int(length / 2 - _PROBE / 2 * scale)) for length in slide.size)
-    checks: list[Callable[[], object]] = [partial(mpp_of, slide.properties, slide.path)]
+    checks = [lambda: mpp_of(slide.properties, slide.path)]
     # not of plain images, which may have to be decoded completely
     if "openslide.vendor" in slide.properties:
-        checks.append(partial(slide.read_scaled, x, y, (_PROBE, _PROBE), scale))
+        checks.append(lambda: slide.read_scaled(x, y, (_PROBE, _PROBE), scale))
     for check in checks:
         try:
             check()
@@ -109,14 +103,13 @@ def _describe_folder(path: Path) -> str:
             f"folder {path} has no {MANIFEST}, no slides ({' '.join(SLIDE_SUFFIXES)}) and no "
             "folders of one DICOM series in it; give a slide, or another folder"
         )
-    rows: list[tuple[str, ...]] = [_HEADS]
-    notes = [""]
-    for file in tqdm(slides, "slides", unit="slide", disable=None, leave=False):
+    rows, notes = [_HEADS], [""]
+    for file in progress_bar(slides, "slides", "slide"):
+        cells: tuple[str, ...] = ("",) * (len(_HEADS) - 1)
         try:
             with Slide(file) as slide:
                 cells, note = _cells(slide), "; ".join(_remarks(slide))
         except SlideError as error:
-            cells = ("",) * (len(_HEADS) - 1)
             note = " ".join(str(error).removeprefix(f"cannot open slide {file}: ").split())
         rows.append((fitted(file.name, _LONGEST_NAME), *cells))
         notes.append(note)
@@ -128,36 +121,33 @@ def _describe_folder(path: Path) -> str:
 def _describe_data_set(path: Path) -> str:
     manifest = Manifest.load(path)
     samples, shards = manifest.samples, manifest.shards
-    regions = [sample.size for sample in samples if isinstance(sample, RegionSample)]
-    spacings = [k.spacing for k in samples if isinstance(k, VolumeSample) and k.spacing is not None]
-    slides = {sample.slide for sample in samples}
+    volumes = [k.spacing for k in samples if isinstance(k, VolumeSample) and k.spacing is not None]
     facts = {
         "data set": str(path),
         "kind": f"{manifest.kind}{' with masks' if manifest.masks else ''}",
         "tile size": " x ".join(map(str, manifest.tile_size or ())),
-        "sizes": _ranges(regions),
-        "mm": _ranges(spacings),
+        "sizes": _ranges([k.size for k in samples if isinstance(k, RegionSample)]),
+        "mm": _ranges(volumes),
         "mpp": f"{manifest.mpp or 'unknown'}" if manifest.kind == "tiles" else "",
         "pixels": f"{manifest.channels} x {manifest.dtype}, {manifest.codec}",
-        "samples": f"{len(samples):,} of {counted(len(slides), 'slide')}",
+        "samples": f"{len(samples):,} of {counted(len({k.slide for k in samples}), 'slide')}",
         "shards": f"{len(shards):,}, {readable_bytes(sum(shard.bytes for shard in shards))}",
     }
     lines = [f"{name:<10} {text}" for name, text in facts.items() if text]
     lines += ["", *_count_samples(manifest)]
-    problems = [f"remark: {k.file} {what}" for k in shards if (what := size_problem(path, k))]
-    lines += [""] * bool(problems) + problems
+    problems = [
+        f"{k.file} {what}" for k in shards if (what := shard_problem(path, k, contents=False))
+    ]
+    lines += [*[""] * bool(problems), *(f"remark: {problem}" for problem in problems)]
     settings = {name: value for name, value in manifest.made_with.items() if value is not None}
     lines += ["", "made with"] * bool(settings)
-    return "\n".join(lines + [f"  {name}: {value}" for name, value in settings.items()])
+    return "\n".join([*lines, *(f"  {name}: {value}" for name, value in settings.items())])
 
 
 def _ranges(sizes: Sequence[Sequence[float]]) -> str:
     """ "20 to 40 rows, 10 to 30 columns"."""
-    if not sizes:
-        return ""
-    along = zip(*sizes, strict=True)
-    names = spatial_names(len(sizes[0]))
-    ranges = zip(names, along, strict=True)
+    along = [*zip(*sizes, strict=True)]
+    ranges = zip(spatial_names(len(along)), along, strict=True) if along else ()
     return ", ".join(f"{min(values):g} to {max(values):g} {name}" for name, values in ranges)
 
 
@@ -166,11 +156,12 @@ def _count_samples(manifest: Manifest) -> list[str]:
     samples = Counter((sample.label, sample.split) for sample in manifest.samples)
     splits: list[str | None] = [*manifest.splits]
     splits += [None] * any(split is None for _, split in samples)
-    labels: list[int | None] = [*range(len(manifest.classes))]
-    labels += [None] * any(label is None for label, _ in samples)
+    names: dict[int | None, str] = {
+        k: fitted(name, _LONGEST_NAME) for k, name in enumerate(manifest.classes)
+    }
+    names |= {None: "no class"} if any(label is None for label, _ in samples) else {}
     rows = [("class", *(split or "no split" for split in splits))]
-    for label in labels:
-        name = "no class" if label is None else fitted(manifest.classes[label], _LONGEST_NAME)
+    for label, name in names.items():
         rows.append((name, *(f"{samples[label, split]:,}" for split in splits)))
     return aligned(rows)
 
@@ -210,9 +201,6 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     These are the shards of the manifest or, for `spatialdl-tile --format coords`, the files of
     coordinates. Verification continues after damaged files.
 
-    Args:
-        path: the data set folder.
-
     Raises:
         ShardError: the folder is missing, or its manifest is missing or damaged.
     """
@@ -225,21 +213,20 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     shards = _coords_files(path) if manifest is None else manifest.shards
     total = sum(shard.bytes for shard in shards)
     problems = []
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with progress_bar(None, None, "B", total=total, unit_scale=True) as bar:
         for number, shard in enumerate(shards):
             bar.set_description(shard.file)
             problem = shard_problem(path, shard, bar.update)
             if problem and manifest is not None and os.path.isfile(path / shard.file):
                 problem += f"; it contains {manifest.describe_samples(number)}"
-            if problem:
-                problems.append(f"{shard.file} {problem}")
+            problems += [f"{shard.file} {problem}"] if problem else []
     return Verified(path, len(shards), total, tuple(problems))
 
 
 def _coords_files(path: Path) -> list[ShardInfo]:
-    records = [(name, SlideRecord.load(path, name)) for name in names_in(path)]
-    damaged = [name for name, record in records if record is None]
+    records = {name: SlideRecord.load(path, name) for name in names_in(path)}
+    damaged = [name for name, record in records.items() if record is None]
     if damaged or not records:
         what = f"the record of {damaged[0]}" if damaged else "every record"
         raise ShardError(f"data set {path}: {what} is missing or damaged; write it again")
-    return [file for _, record in records if record is not None for file in record.files]
+    return [file for record in records.values() if record is not None for file in record.files]

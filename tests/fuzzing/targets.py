@@ -29,11 +29,10 @@ from spatialdl.inference.predicting.inputs import shard_inputs
 from spatialdl.inference.predicting.network import Network
 from spatialdl.inference.predicting.records import PredictionRecord
 from spatialdl.inference.predicting.trained import find_trained
-from spatialdl.slides.batch.labels import read_labels
+from spatialdl.slides.batch.finding_slides import read_labels
 from spatialdl.slides.batch.record import PartRecord, SlideRecord, load_part, save_part
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.finding.annotations import read_annotations
-from spatialdl.slides.finding.regions import class_map, class_names
+from spatialdl.slides.finding.annotations import class_map, class_names, read_annotations
 from spatialdl.slides.inspecting import inspect, verify
 from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reading.reader import Slide

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spatialdl.data.writer import ShardWriter
-from spatialdl.slides.batch import picture
+from spatialdl.slides.batch import report_page
 from spatialdl.slides.synthetic import KINDS, write_synthetic_slide
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "slides"
@@ -43,7 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are small, and no file has to have reached the disk."""
-    monkeypatch.setattr(picture, "_SHORTEST", 64)
+    monkeypatch.setattr(report_page, "_SHORTEST", 64)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 

@@ -10,9 +10,9 @@ import openslide
 import pytest
 from scipy import ndimage
 
+from spatialdl.slides.finding.tissue import stretched
 from spatialdl.slides.pyramid import level_sizes, write_pyramid
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.stretching import stretched
 from spatialdl.slides.synthetic import APART, KINDS, crescents, write_synthetic_slide
 
 

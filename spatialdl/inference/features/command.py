@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from math import prod
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +16,13 @@ from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.capacity import check_capacity, usable_cores
 from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.data.outcomes import FAILED, MISUSED, run_command
 from spatialdl.inference.features.encoders.making import make_encoder
 from spatialdl.inference.features.maps.network import RegionParts, grid_for
 from spatialdl.inference.features.maps.regions import RegionSource, stride_of
 from spatialdl.inference.features.maps.running import MapJob, MapWorker
 from spatialdl.inference.features.options import parsed
 from spatialdl.inference.features.preparing import (
-    FAILED,
-    MISUSED,
     Prepared,
     finish,
     given_in,
@@ -41,12 +38,6 @@ if TYPE_CHECKING:
     from spatialdl.inference.features.encoders.encoder import Encoder
     from spatialdl.inference.features.results import Folder
     from spatialdl.training.optimization.precision import Precision
-
-_INTERRUPTED, _TERMINATED = 130, 143
-
-
-class _TerminatedError(KeyboardInterrupt):
-    """The process received SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,26 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = launched()
     if info is not None and info.size > 1:
         return _as_rank(argv, info.local_rank)
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        options = parsed(argv)
-        if options.jobs > 1:
-            given_in(options)  # reports errors before ranks start
-            check_capacity(options.jobs)
-            return start_ranks(options.jobs, "spatialdl.inference.features.command", argv)
-        return _run(options, SingleProcess(), 0)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, OSError) else MISUSED
-    except KeyboardInterrupt as error:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        return _TERMINATED if isinstance(error, _TerminatedError) else _INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return run_command(lambda: _start(argv))
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _TerminatedError
+def _start(argv: Sequence[str]) -> int:
+    options = parsed(argv)
+    if options.jobs > 1:
+        given_in(options)  # reports errors before ranks start
+        check_capacity(options.jobs)
+        return start_ranks(options.jobs, "spatialdl.inference.features.command", argv)
+    return _run(options, SingleProcess(), 0)
 
 
 def _as_rank(argv: Sequence[str], local_rank: int) -> int:

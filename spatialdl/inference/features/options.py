@@ -14,8 +14,7 @@ from spatialdl.common.text import positive_int
 from spatialdl.inference.features.encoders.encoder import POOLS, Wish
 from spatialdl.inference.features.encoders.preprocessing import INTERPOLATIONS
 from spatialdl.inference.features.results import LAYOUTS
-from spatialdl.slides.batch.choosing import add_options
-from spatialdl.slides.batch.options import WHOLE_TILE, add_resolution, add_tissue
+from spatialdl.slides.batch.options import WHOLE_TILE, add_cutting_options
 
 PRECISIONS = {
     "float32": "float32",
@@ -126,9 +125,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="rows and columns of a tile (default: the encoder's input size)",
     )
-    add_resolution(made, required=False)
-    add_tissue(made)
-    add_options(made)
+    add_cutting_options(made, required=False)
     _add_whole(made.add_argument_group("whole regions"))
     add("--split", metavar="NAME", help="split of the data set (default: all samples)")
     add("--recursive", action="store_true", help="search folders recursively")

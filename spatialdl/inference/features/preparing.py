@@ -14,6 +14,7 @@ import torch
 
 from spatialdl.common.text import counted, print_lines
 from spatialdl.data.format import MANIFEST
+from spatialdl.data.outcomes import FAILED, exit_code
 from spatialdl.inference.features.encoders.encoder import Encoder
 from spatialdl.inference.features.maps.regions import RegionSource
 from spatialdl.inference.features.options import PRECISIONS, cutting_settings, given_options
@@ -34,9 +35,6 @@ from spatialdl.slides.batch.steps import Task
 from spatialdl.slides.reading.paths import slide_bytes
 from spatialdl.training.optimization.precision import Precision, precision_of
 from spatialdl.training.run_lock import held
-
-FAILED, MISUSED = 1, 2
-"""Exit codes: failed slides or an I/O error; invalid arguments or files."""
 
 PROCESS_LIST = "process_list.csv"
 
@@ -193,8 +191,7 @@ def finish(prepared: Prepared, folder: Folder, outcomes: Sequence[WorkerResult])
         )
     if line := speed(outcomes):
         print_lines(line)
-    failed = any(report.failed for report in reports)
-    return FAILED if failed and not prepared.options.skip_errors else 0
+    return exit_code(reports, skip_errors=prepared.options.skip_errors)
 
 
 def speed(outcomes: Sequence[WorkerResult]) -> str:

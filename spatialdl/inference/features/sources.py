@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
@@ -16,19 +14,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data.outcomes import result_key
 from spatialdl.data.samples import TileSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.inference.predicting.inputs import Input, shard_inputs
+from spatialdl.slides.batch.assembling import tile_attributes
 from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.coords import tile_attributes
 from spatialdl.slides.batch.record import PartRecord, slide_key
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task, initial_report
 from spatialdl.slides.cutting.stains import Colours
-from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
+from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.reading.wanted import Wanted
 
 _MOST_TILES, _MOST_BYTES = 32, 8 * 2**20  # limits of a piece
 
@@ -155,21 +153,10 @@ class SlideSource(TileSource):
             return slide_key(slide, task.name, None, self.settings, self.choosing.beside(task.path))
 
     def open(self, task: Task, key: str) -> SlideTiles:
-        started, options = time.monotonic(), self.options
+        started = time.monotonic()
         with self._opened(task) as slide:
-            plan = plan_tiles(
-                slide,
-                options.tile_size,
-                Wanted(options.mpp, options.mag, options.level),
-                options.min_tissue,
-                overlap=options.overlap,
-                edge=options.edge,
-                finder=self.choosing.finder(slide),
-                regions=self.choosing.regions(slide),
-            )
-            report = initial_report(task, slide, plan, options)
-            report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
-            report.unannotated, report.note = plan.unannotated, plan.reason
+            plan = self.choosing.plan(slide, self.choosing.regions(slide))
+            report = initial_report(task, slide, plan, whole=False)
             own = self.choosing.own_colours(slide, plan)
             if isinstance(own, str):
                 raise SlideError(own)
@@ -256,8 +243,7 @@ class ShardSource(TileSource):
         where = [
             (shards[one.shard].sha256, one.index, one.x, one.y) for one in self._samples(task.name)
         ]
-        text = json.dumps([task.name, where, self.settings], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return result_key([task.name, where, self.settings])
 
     def open(self, task: Task, key: str) -> SlideTiles:
         found = self._inputs[task.name]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,7 +15,7 @@ from tqdm import tqdm
 
 from spatialdl.comm.device_path import current_device
 from spatialdl.common.text import counted
-from spatialdl.errors import ShardError, SlideError
+from spatialdl.data.outcomes import failure_reason
 from spatialdl.inference.features.encoders.encoder import Encoder
 from spatialdl.inference.features.encoding import DeviceEncoder, Filling, Opened, ReadAhead
 from spatialdl.inference.features.results import ResultFolders, resume, save_slide
@@ -231,13 +229,8 @@ class FeatureWorker:
 def failed(report: TilingReport, error: Exception) -> TilingReport:
     """The report of a failed slide; prints the traceback of unexpected errors."""
     report.failed, report.written = True, 0
-    if isinstance(error, SlideError | ShardError):
-        report.note = str(error).replace(", or a column mpp of the labels", "")
-    elif isinstance(error, OSError):
-        report.note = f"slide {report.file}: {error.strerror or error}"
-    else:
-        traceback.print_exception(error, file=sys.stderr)
-        report.note = f"slide {report.file}: {type(error).__name__}: {error}"
+    reason = failure_reason(f"slide {report.file}", error)
+    report.note = reason.replace(", or a column mpp of the labels", "")
     return report
 
 

@@ -15,11 +15,10 @@ from spatialdl.data.image_source import Size
 from spatialdl.inference.predicting.records import key_of
 from spatialdl.inference.predicting.trained import Trained
 from spatialdl.slides.cutting.filters import FILTERS
-from spatialdl.slides.cutting.grid import EDGES, Edge
+from spatialdl.slides.cutting.grid import EDGES, Edge, Wanted
 from spatialdl.slides.cutting.stains import METHODS
 from spatialdl.slides.finding.tissue import BACKGROUNDS
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
-from spatialdl.slides.reading.wanted import Wanted
 
 _SIDE_OF_WHOLE = 512
 """Side of the tiles used to find the tissue of a whole region."""

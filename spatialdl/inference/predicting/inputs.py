@@ -19,8 +19,13 @@ from spatialdl.errors import ShardError, SlideError
 from spatialdl.inference.predicting.cutting import BatchCutting, tiles_are_square
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.cutting.stains import Colours
-from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, outside_remark, plan_tiles
-from spatialdl.slides.cutting.whole import plan_whole
+from spatialdl.slides.cutting.tiling import (
+    TilePlan,
+    cut_tiles,
+    outside_remark,
+    plan_tiles,
+    plan_whole,
+)
 from spatialdl.slides.reading.reader import Slide
 
 log = logging.getLogger("spatialdl.predict")

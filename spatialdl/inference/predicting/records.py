@@ -5,7 +5,6 @@ Tables are CSV or Parquet, per tile and per slide or volume; one is printed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from spatialdl.common import fields
 from spatialdl.common.files import replacing, save_table, storable
 from spatialdl.common.packages import needed
 from spatialdl.common.text import aligned, fitted
+from spatialdl.data.outcomes import result_key
 from spatialdl.slides.reading.paths import slide_files
 from spatialdl.training.tasks.predictions import to_slides
 
@@ -132,8 +132,7 @@ def key_of(settings: Any, path: Path | None) -> str:
     if path is not None:
         files = [(file, file.stat()) for file in slide_files(path)]
         state = [v for file, at in files for v in (str(file.resolve()), at.st_size, at.st_mtime_ns)]
-    text = json.dumps([_VERSION, settings, state], default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return result_key([_VERSION, settings, state], sort_keys=False)
 
 
 def _span(value: Any) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Options of the tiling command on tissue and tiles, applied to a slide."""
+"""The options of the tiling command on tissue and tiles, applied to a slide."""
 
 from __future__ import annotations
 
@@ -10,88 +10,36 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
+from spatialdl.common.text import progress_bar
 from spatialdl.errors import SlideError
-from spatialdl.slides.cutting.filters import FILTERS, parse_filters, refused_by
-from spatialdl.slides.cutting.grid import EDGES
-from spatialdl.slides.cutting.normalise import own_colours, reference_colours
-from spatialdl.slides.cutting.stains import METHODS, Colours, recoloured
-from spatialdl.slides.cutting.tiling import TilePlan
+from spatialdl.slides.cutting.filters import refused_by
+from spatialdl.slides.cutting.grid import Wanted
+from spatialdl.slides.cutting.stains import Colours, own_colours, recoloured, reference_colours
+from spatialdl.slides.cutting.tiling import TilePlan, plan_tiles
 from spatialdl.slides.finding.annotations import (
+    BACKGROUND,
+    Region,
+    class_list,
     counts_from_scanned_part,
     find_annotations,
     read_annotations,
 )
-from spatialdl.slides.finding.masks import find_mask, read_mask
-from spatialdl.slides.finding.regions import BACKGROUND, Region, class_list
-from spatialdl.slides.finding.tissue import BACKGROUNDS, Tissue, find_tissue
+from spatialdl.slides.finding.tissue import Tissue, find_mask, find_tissue, read_mask
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options on tissue, annotations, filters and stains."""
-    add = parser.add_argument
-    add(
-        "--background",
-        choices=BACKGROUNDS,
-        default="auto",
-        help="bright: stained tissue on glass; dark: fluorescence; auto: detect (default)",
-    )
-    add(
-        "--mask-dir",
-        type=Path,
-        metavar="DIR",
-        help="tissue masks of other tools: NAME.png or .tif for each slide, of any size, non-zero "
-        "where there is tissue",
-    )
-    add(
-        "--annotations",
-        type=Path,
-        metavar="DIR",
-        help="NAME.geojson (QuPath) or NAME.xml (ASAP, Aperio) for each slide: tiles are cut from "
-        "these regions and have their classes; with --whole the masks have them; --labels then "
-        "gives only the splits",
-    )
-    add("--overlap", type=int, default=0, metavar="N", help="pixels that neighbouring tiles share")
-    add(
-        "--edge",
-        choices=EDGES,
-        default="drop",
-        help="right and bottom edge of a slide, where no whole tile fits: drop: no tile; pad: a "
-        "tile padded with the slide's background; shift: a tile that ends at the edge and "
-        "overlaps its neighbour (default drop)",
-    )
-    add(
-        "--filter",
-        type=_filters,
-        default={},
-        metavar="NAMES",
-        help="drop tiles: any of "
-        + ", ".join(f"{name}={most:g}" for name, (_, most) in FILTERS.items())
-        + ", joined by commas; the number (optional) is the largest accepted fraction of black, "
-        "white or inked pixels, or the largest blur, 0 to 1",
-    )
-    add(
-        "--stain-normalise",
-        choices=METHODS,
-        help="normalise the stains of every slide to those of a reference",
-    )
-    add(
-        "--stain-reference",
-        type=Path,
-        metavar="IMAGE",
-        help="an image of stained tissue (default: built in, hematoxylin and eosin)",
-    )
+NATIVE = "jpeg-native"
+"""The codec of a batch that copies the JPEG tiles of slides without re-encoding."""
 
 
 class Choosing:
     """Validated options, applied to each slide; small enough to send to workers.
 
     Args:
-        options: those of `add_options`, and `tile_size`.
+        options: those of `options.add_cutting_options`, and `tile_size`.
         slides: all slides; the classes are collected from their annotations.
         outside: also keep tiles in no region.
 
@@ -125,7 +73,7 @@ class Choosing:
             self._reference = reference_colours(options.stain_normalise, options.stain_reference)
         labels: set[str] = set()
         if options.annotations is not None:
-            for slide in tqdm(slides, "annotations", unit="slide", disable=None, leave=False):
+            for slide in progress_bar(slides, "annotations", "slide"):
                 with suppress(SlideError):  # reported when the slide is cut
                     regions = read_annotations(find_annotations(options.annotations, slide))
                     labels.update(region.label for region in regions if region.label)
@@ -177,6 +125,33 @@ class Choosing:
             regions = [region.moved(slide.scanned_from) for region in regions]
         return regions
 
+    def plan(
+        self, slide: Slide, regions: list[Region] | None, min_tissue: float | None = None
+    ) -> TilePlan:
+        """Select the tiles of a slide.
+
+        Args:
+            slide: open.
+            regions: from `regions`.
+            min_tissue: replaces that of the options.
+
+        Raises:
+            SlideError: the slide has no resolution, or too coarse a one.
+        """
+        options = self._options
+        return plan_tiles(
+            slide,
+            options.tile_size,
+            Wanted(options.mpp, options.mag, options.level),
+            options.min_tissue if min_tissue is None else min_tissue,
+            overlap=options.overlap,
+            edge="drop" if options.whole else options.edge,
+            finder=self.finder(slide),
+            regions=None if self.masked else regions,
+            outside_class=self.outside,
+            beyond=getattr(options, "codec", None) != NATIVE,
+        )
+
     def refused(self, image: Bytes) -> str | None:
         """Return the name of the filter that drops a tile, None if none does."""
         return refused_by(image, self._options.filter)
@@ -216,10 +191,3 @@ class Choosing:
         if isinstance(own, str):
             raise SlideError(own)
         return image if own is None else recoloured(image, own, self._reference)
-
-
-def _filters(text: str) -> dict[str, float]:
-    try:
-        return parse_filters(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spatialdl.common.text import positive_int, size_in_bytes
 from spatialdl.data.codec import CODECS
 from spatialdl.data.options import add_shard_options
-from spatialdl.slides.batch.choosing import add_options
-from spatialdl.slides.batch.parts import NATIVE
-from spatialdl.slides.finding.regions import BACKGROUND
+from spatialdl.slides.batch.choosing import NATIVE
+from spatialdl.slides.cutting.filters import FILTERS, parse_filters
+from spatialdl.slides.cutting.grid import EDGES
+from spatialdl.slides.cutting.stains import METHODS
+from spatialdl.slides.finding.annotations import BACKGROUND
+from spatialdl.slides.finding.tissue import BACKGROUNDS
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
 
 FORMATS = ("shards", "coords")
@@ -49,15 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("slides", nargs="+", type=Path, metavar="SLIDES", help="slides, or folders of slides")
     add("--out", required=True, type=Path, metavar="DIR", help="data set folder to create")
-    _add_samples(parser)
-    _add_slides(parser)
-    add_options(parser)
-    _add_files(parser)
-    _add_work(parser)
-    return parser
-
-
-def _add_samples(parser: argparse.ArgumentParser) -> None:
     sample = parser.add_mutually_exclusive_group(required=True).add_argument
     sample("--tile-size", type=positive_int, metavar="N", help="rows and columns of a tile")
     sample(
@@ -65,21 +59,11 @@ def _add_samples(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="cut the bounding box of the tissue of each slide as one image, instead of tiles",
     )
-    add_resolution(parser, required=True)
-
-
-def add_resolution(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the mutually exclusive options for the resolution of tiles."""
-    wanted = parser.add_mutually_exclusive_group(required=required).add_argument
-    wanted("--mpp", type=_mpp, metavar="X", help="micrometres per pixel of the tiles")
-    wanted(
-        "--mag",
-        type=_mag,
-        metavar="X",
-        help="objective power of the tiles, such as 20; the power of a slide is read from its "
-        "metadata, else 10 / its mpp",
-    )
-    wanted("--level", type=_level, metavar="N", help="level of the slides, 0 the finest")
+    _add_slides(parser)
+    add_cutting_options(parser, required=True)
+    _add_files(parser)
+    _add_work(parser)
+    return parser
 
 
 def _add_slides(parser: argparse.ArgumentParser) -> None:
@@ -109,11 +93,25 @@ def _add_slides(parser: argparse.ArgumentParser) -> None:
         help="tiles outside of the regions of --annotations: drop (default), or background to keep "
         "those with at least --min-tissue of their area in no region, as class 0, background",
     )
-    add_tissue(parser)
 
 
-def add_tissue(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the tissue of tiles and the resolution of slides."""
+def add_cutting_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options on resolution, tissue, annotations, filters and stains.
+
+    Args:
+        parser: of a command that cuts slides.
+        required: whether a resolution must be given.
+    """
+    wanted = parser.add_mutually_exclusive_group(required=required).add_argument
+    wanted("--mpp", type=_mpp, metavar="X", help="micrometres per pixel of the tiles")
+    wanted(
+        "--mag",
+        type=_mag,
+        metavar="X",
+        help="objective power of the tiles, such as 20; the power of a slide is read from its "
+        "metadata, else 10 / its mpp",
+    )
+    wanted("--level", type=_level, metavar="N", help="level of the slides, 0 the finest")
     add = parser.add_argument
     add(
         "--min-tissue",
@@ -127,6 +125,57 @@ def add_tissue(parser: argparse.ArgumentParser) -> None:
         type=_mpp,
         metavar="X",
         help="micrometres per level-0 pixel of the slides, overrides their metadata",
+    )
+    add(
+        "--background",
+        choices=BACKGROUNDS,
+        default="auto",
+        help="bright: stained tissue on glass; dark: fluorescence; auto: detect (default)",
+    )
+    add(
+        "--mask-dir",
+        type=Path,
+        metavar="DIR",
+        help="tissue masks of other tools: NAME.png or .tif for each slide, of any size, non-zero "
+        "where there is tissue",
+    )
+    add(
+        "--annotations",
+        type=Path,
+        metavar="DIR",
+        help="NAME.geojson (QuPath) or NAME.xml (ASAP, Aperio) for each slide: tiles are cut from "
+        "these regions and have their classes; with --whole the masks have them; --labels then "
+        "gives only the splits",
+    )
+    add("--overlap", type=int, default=0, metavar="N", help="pixels that neighbouring tiles share")
+    add(
+        "--edge",
+        choices=EDGES,
+        default="drop",
+        help="right and bottom edge of a slide, where no whole tile fits: drop: no tile; pad: a "
+        "tile padded with the slide's background; shift: a tile that ends at the edge and "
+        "overlaps its neighbour (default drop)",
+    )
+    add(
+        "--filter",
+        type=_filters,
+        default={},
+        metavar="NAMES",
+        help="drop tiles: any of "
+        + ", ".join(f"{name}={most:g}" for name, (_, most) in FILTERS.items())
+        + ", joined by commas; the number (optional) is the largest accepted fraction of black, "
+        "white or inked pixels, or the largest blur, 0 to 1",
+    )
+    add(
+        "--stain-normalise",
+        choices=METHODS,
+        help="normalise the stains of every slide to those of a reference",
+    )
+    add(
+        "--stain-reference",
+        type=Path,
+        metavar="IMAGE",
+        help="an image of stained tissue (default: built in, hematoxylin and eosin)",
     )
 
 
@@ -255,14 +304,26 @@ def _is_given(options: argparse.Namespace, text: str) -> bool:
     return bool(actual == value if value else actual)
 
 
-def _mpp(text: str) -> float:
-    low, high = PLAUSIBLE_MPP
-    return _between(text, low, high, f"micrometres per pixel, between {low} and {high}")
+def _number(low: float, high: float, what: str) -> Callable[[str], float]:
+    """Return a parser of numbers in a range."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse
 
 
-def _mag(text: str) -> float:
-    low, high = (MPP_AT_1X / mpp for mpp in reversed(PLAUSIBLE_MPP))
-    return _between(text, low, high, f"the power of an objective, between {low:g} and {high:g}")
+_LOW, _HIGH = PLAUSIBLE_MPP
+_mpp = _number(_LOW, _HIGH, f"micrometres per pixel, between {_LOW} and {_HIGH}")
+_POWERS = MPP_AT_1X / _HIGH, MPP_AT_1X / _LOW
+_mag = _number(*_POWERS, "the power of an objective, between {:g} and {:g}".format(*_POWERS))
+_fraction = _number(0.0, 1.0, "a fraction between 0 and 1")
 
 
 def _level(text: str) -> int:
@@ -271,15 +332,8 @@ def _level(text: str) -> int:
     return int(text)
 
 
-def _fraction(text: str) -> float:
-    return _between(text, 0.0, 1.0, "a fraction between 0 and 1")
-
-
-def _between(text: str, low: float, high: float, what: str) -> float:
+def _filters(text: str) -> dict[str, float]:
     try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
+        return parse_filters(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

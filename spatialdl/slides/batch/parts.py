@@ -19,18 +19,14 @@ from spatialdl.data.samples import RegionBand, RegionSample
 from spatialdl.data.shard_file import ShardFile
 from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.labels import SlideLabel
+from spatialdl.slides.batch.choosing import NATIVE, Choosing
+from spatialdl.slides.batch.finding_slides import SlideLabel
 from spatialdl.slides.batch.record import PartRecord, save_part
 from spatialdl.slides.cutting.stains import Colours
-from spatialdl.slides.cutting.tiling import CutTile, TilePlan, cut_tiles
-from spatialdl.slides.cutting.whole import WholeImage, WholePlan
-from spatialdl.slides.finding.regions import RegionMask
-from spatialdl.slides.reading.jpeg_grid import JpegGrid
+from spatialdl.slides.cutting.tiling import CutTile, TilePlan, WholeImage, WholePlan, cut_tiles
+from spatialdl.slides.finding.annotations import RegionMask
+from spatialdl.slides.reading.native import JpegGrid
 from spatialdl.slides.reading.reader import Slide
-
-NATIVE = "jpeg-native"
-"""The codec of a batch that copies the JPEG tiles of slides without re-encoding."""
 
 
 @dataclass(frozen=True)

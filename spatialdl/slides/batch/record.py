@@ -2,7 +2,7 @@
 
 A part is the output of one call of a worker: at most a shard, and the places of its tiles. It is
 reused if it was cut from the same slide with the same settings (its key, a digest of both), and if
-its shard still has the recorded SHA-256. ::
+its shard still has the recorded SHA-256. Records are only added: a slide without one is cut. ::
 
     parts/NAME/00000/part.json, shard-00000.h5, tiles.npy       each, in progress
     records/NAME.json                                           once all of them are done
@@ -11,23 +11,25 @@ its shard still has the recorded SHA-256. ::
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from spatialdl.common import fields
-from spatialdl.common.files import load_json, save_json
-from spatialdl.data.format import sha256_of, shard_status
+from spatialdl.common.files import link, load_json, save_json
+from spatialdl.common.text import progress_bar
+from spatialdl.data.format import sha256_of, shard_problem
+from spatialdl.data.outcomes import result_key
 from spatialdl.data.samples import RegionSample, ShardInfo, parse_region
-from spatialdl.errors import ShardError
-from spatialdl.slides.batch.labels import SlideLabel
+from spatialdl.errors import ShardError, SlideError
+from spatialdl.slides.batch.finding_slides import SlideLabel
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.reading.paths import slide_bytes, slide_files
+from spatialdl.slides.batch.report_page import preview_name
+from spatialdl.slides.reading.paths import slide_bytes, slide_files, slide_source
 from spatialdl.slides.reading.reader import Slide
 
-RECORDS, PARTS = "records", "parts"
+RECORDS, PARTS, PICTURES = "records", "parts", "pictures"
 _PART = "part.json"
 Place = tuple[int, int]
 
@@ -35,6 +37,7 @@ CUTTING_VERSION = 2
 """To be incremented when the same settings give different tiles than before."""
 
 _SAMPLES, _SAMPLE = 16, 2**20  # samples of a large file, and bytes of each
+_MALFORMED = (TypeError, KeyError, ValueError, AttributeError)
 
 
 def slide_key(
@@ -65,7 +68,7 @@ def slide_key(
         "settings": settings,
         "beside": [sha256_of(path) for path in beside],
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    return result_key(content)
 
 
 def slide_content(path: Path) -> str:
@@ -128,7 +131,7 @@ class PartRecord:
         part = cls(**raw)
         part.shard = _file_of(raw["shard"]) if raw["shard"] else None
         part.taken = [
-            (_whole(x), _whole(y), None if label is None else _whole(label))
+            (_integer(x), _integer(y), None if label is None else _integer(label))
             for x, y, label in raw["taken"]
         ]
         part.dropped = {name: _places(at) for name, at in raw["dropped"].items()}
@@ -179,20 +182,39 @@ class SlideRecord:
             if record is not None:
                 TilingReport.from_json(record.report)
                 record.parts = [PartRecord.of(part) for part in raw["parts"]]
-                if raw["region"]:
-                    record.region = parse_region(raw["region"])
+                record.region = parse_region(raw["region"]) if raw["region"] else None
                 record.files = [_file_of(file) for file in raw["files"]]
-                record.key, record.source = fields.text(raw, "key"), fields.text(raw, "source")
-                fields.text(vars(record), "content")
-                record.split = None if raw["split"] is None else fields.text(raw, "split")
-        except (TypeError, KeyError, ValueError, AttributeError):
+                texts = ["key", "source", "content"] + ["split"] * (raw["split"] is not None)
+                for key in texts:
+                    fields.text(vars(record), key)
+        except _MALFORMED:
             return None
         return record
 
     def is_whole(self, folder: Path) -> bool:
         """Whether all its files are in `folder`, with the recorded checksums."""
         shards = [part.shard for part in self.parts if part.shard is not None]
-        return all(holds(folder, file) for file in (*shards, *self.files))
+        return not any(shard_problem(folder, file) for file in (*shards, *self.files))
+
+    def link_into(self, folder: Path, before: Path, name: str) -> Self:
+        """Link the files of a slide of an earlier batch into the batch being built."""
+
+        def linked(file: ShardInfo, inside: str) -> ShardInfo:
+            there = Path(inside, Path(file.file).name)
+            (folder / inside).mkdir(parents=True, exist_ok=True)
+            link(before / file.file, folder / there)
+            return replace(file, file=str(there))
+
+        for number, part in enumerate(self.parts):
+            if part.shard is not None:
+                part.shard = linked(part.shard, f"{PARTS}/{name}/{number:05d}")
+        self.files = [linked(file, str(Path(file.file).parent)) for file in self.files]
+        (folder / PICTURES).mkdir(exist_ok=True)
+        for picture in (f"{name}.png", preview_name(name)):
+            if (before / PICTURES / picture).exists():
+                link(before / PICTURES / picture, folder / PICTURES / picture)
+        self.save(folder, name)
+        return self
 
 
 def save_part(folder: Path, key: str, part: PartRecord) -> None:
@@ -207,19 +229,10 @@ def load_part(folder: Path, key: str) -> PartRecord | None:
         if not raw or raw["key"] != key:
             return None
         part = PartRecord.of(raw["part"])
-    except (TypeError, KeyError, ValueError, AttributeError):
+    except _MALFORMED:
         return None
-    whole = not part.unreadable and (part.shard is None or holds(folder, part.shard))
-    return part if whole else None
-
-
-def holds(folder: Path, shard: ShardInfo) -> bool:
-    """Whether a shard has its recorded length and SHA-256."""
-    try:
-        size = shard_status(folder, shard).st_size
-        return size == shard.bytes and sha256_of(folder / shard.file) == shard.sha256
-    except (OSError, ShardError):
-        return False
+    is_damaged = part.shard is not None and shard_problem(folder, part.shard)
+    return None if part.unreadable or is_damaged else part
 
 
 def _file_of(raw: Mapping[str, Any]) -> ShardInfo:
@@ -236,8 +249,121 @@ def _file_of(raw: Mapping[str, Any]) -> ShardInfo:
 
 
 def _places(raw: Any) -> list[Place]:
-    return [(_whole(x), _whole(y)) for x, y in raw]
+    return [(_integer(x), _integer(y)) for x, y in raw]
 
 
-def _whole(value: object) -> int:
+def _integer(value: object) -> int:
     return fields.place({"a place": value}, "a place")
+
+
+# --- slides that were done before, by an interrupted run or an earlier batch
+
+
+def find_done(
+    folder: Path | None, before: Path | None, name: str, path: Path, key: str
+) -> SlideRecord | None:
+    """Return the record of a slide that was done before and is unchanged, else None.
+
+    Args:
+        folder: where the batch is built; files of the earlier batch are linked there. None only
+            searches the earlier batch.
+        before: the earlier batch, if there is one.
+        name: of the slide.
+        path: of the slide.
+        key: digest of its contents and the settings.
+
+    Raises:
+        SlideError: the earlier batch has a different slide of that name.
+    """
+    for place in (folder, before):
+        record = SlideRecord.load(place, name) if place is not None else None
+        if place is None or record is None:
+            continue
+        if record.key == key and not record.report["failed"] and record.is_whole(place):
+            moves = place == before and folder is not None
+            return record.link_into(folder, place, name) if moves else record
+        if place == before and record.key != key and record.source not in slide_sources(path):
+            raise SlideError(
+                f"the data set has another slide named {name}, from {record.source}; rename "
+                f"{path}, or write to another folder"
+            )
+    return None
+
+
+def keep_others(
+    folder: Path, before: Path | None, slides: Mapping[str, Path]
+) -> list[TilingReport]:
+    """Copy slides of an earlier batch that are not in this run into the batch.
+
+    Args:
+        folder: where the batch is built.
+        before: the earlier batch, if there is one.
+        slides: of this run, by name; a slide that had another name before is not kept twice.
+
+    Returns:
+        The reports of the copied slides.
+
+    Raises:
+        ShardError: the record or files of such a slide are missing or damaged.
+    """
+    if before is None:
+        return []
+    sources = {source for path in slides.values() for source in slide_sources(path)}
+    reports = []
+    for name in progress_bar(names_in(before), "checking", "slide"):
+        record = None if name in slides else SlideRecord.load(before, name)
+        if name in slides or (record is not None and record.source in sources):
+            continue
+        if record is None or not record.is_whole(before):
+            where = f" ({record.source})" if record else ""
+            raise ShardError(
+                f"{before} has slide {name} in it, with missing or damaged files; add that "
+                f"slide{where} to the command, or write to another folder"
+            )
+        record.link_into(folder, before, name)
+        reports.append(TilingReport.from_json(record.report))
+    return reports
+
+
+def keep_failed(
+    folder: Path, before: Path | None, failed: Mapping[str, TilingReport]
+) -> dict[str, TilingReport | None]:
+    """Copy slides of an earlier batch whose names are those of slides that failed in this run.
+
+    Args:
+        folder: where the batch is built.
+        before: the earlier batch, if there is one.
+        failed: reports by name; where the slide is the same, its number of samples is set and a
+            note added.
+
+    Returns:
+        The names of the copied slides; None for the same slide, else the report of the other.
+    """
+    kept: dict[str, TilingReport | None] = {}
+    for name, report in failed.items() if before is not None else ():
+        record = SlideRecord.load(before, name)
+        if record is None or not record.is_whole(before):
+            continue
+        record.link_into(folder, before, name)
+        kept[name] = None
+        if record.source in slide_sources(Path(report.file)):
+            report.written = record.report["written"]
+            report.note += f"; kept its {report.written} samples of an earlier run"
+        else:
+            kept[name] = TilingReport.from_json(record.report)
+    return kept
+
+
+def slide_sources(path: Path) -> set[str]:
+    """Possible `source` values in records of a slide, all files of a series included."""
+    return {str(slide_source(path)), *(str(file.resolve()) for file in slide_files(path))}
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the slides of a batch."""
+    return sorted(path.name.removesuffix(".json") for path in (folder / RECORDS).glob("*.json"))
+
+
+def holds_work(folder: Path) -> bool:
+    """Whether an unfinished batch has results that the next run can reuse."""
+    return bool(names_in(folder)) or any((folder / PARTS).glob("*/*/part.json"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any, Self
 
-from spatialdl.common.files import replacing
+from spatialdl.common.files import save_table
 from spatialdl.common.text import aligned, counted, fitted
 from spatialdl.slides.cutting.filters import FILTERS
 
@@ -184,16 +182,12 @@ def save_reports(path: Path, reports: Sequence[TilingReport]) -> None:
     The first column, `slide_id`, is the file name with its suffix, which CLAM's feature
     extraction reads.
     """
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    percents = ("tissue_percent", "outside_percent")
-    about = ("mpp", "seconds", "remark", "file")
-    writer.writerow(("slide_id", "slide", "status", "reason", *COUNTS, *percents, *about))
-    for r in reports:
-        counts = (getattr(r, name) for name in (*COUNTS, *percents))
-        name = PurePath(r.file).name or r.slide
-        row = (name, r.slide, r.status, r.reason, *counts, r.mpp, f"{r.seconds:.2f}")
-        writer.writerow((*row, r.remark, r.file))
-    with replacing(path) as file:
-        # file names may not be valid Unicode
-        file.write(text.getvalue().encode("utf-8", "backslashreplace"))
+    heads = ("slide", "status", "reason", *COUNTS, "tissue_percent", "outside_percent", "mpp")
+    heads = (*heads, "seconds", "remark", "file")
+    rows = []
+    for report in reports:
+        cells = {name: getattr(report, name) for name in heads}
+        cells["seconds"] = f"{report.seconds:.2f}"
+        rows.append((PurePath(report.file).name or report.slide, *cells.values()))
+    # file names may not be valid Unicode
+    save_table(path, ("slide_id", *heads), rows, errors="backslashreplace")

@@ -1,18 +1,31 @@
-"""Run of a batch: slides planned, cut and finished on an executor, with a progress bar."""
+"""Run of a batch: slides planned, cut and finished in this process, in others, or on MPI ranks."""
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import BrokenExecutor
+import heapq
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
-from spatialdl.errors import SlideError
-from spatialdl.slides.batch.executors import DIED, BatchExecutor, Work, share
-from spatialdl.slides.batch.record import PartRecord
+from spatialdl.comm.launch import check_mpi_world, initialise_mpi, launched
+from spatialdl.common.text import progress_bar
+from spatialdl.data.outcomes import failure_reason
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import (
     BatchRequest,
@@ -23,8 +36,243 @@ from spatialdl.slides.batch.steps import (
     plan_slide,
 )
 
+_STEPS = "spatialdl.slides.batch.steps"
+_AHEAD = 2  # calls in flight for each worker, so that none is idle between calls
 # slides in progress are completed before others are planned
 _FINISH, _CUT, _PLAN = range(3)
+
+
+class SerialExecutor:
+    """Executes calls one by one in this process.
+
+    Attributes:
+        room: largest number of calls in flight.
+    """
+
+    room = 1
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Execute the call at once."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def renew(self) -> None:
+        """Restart after a process died; all calls in flight are lost."""
+
+
+class ProcessExecutor(SerialExecutor):
+    """Executes calls in worker processes of this machine; arguments and results are pickled.
+
+    Args:
+        count: number of processes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.room = _AHEAD * count
+        self._count = count
+        # fork is not safe: this process may use MPI, HDF5 or threads
+        self._context = multiprocessing.get_context("forkserver")
+        # imported once, not by every process
+        self._context.set_forkserver_preload(["spatialdl.data.fork_server", _STEPS])
+        self._pool = self._start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Schedule the call on the next idle process; its future may raise `BrokenProcessPool`."""
+        return self._pool.submit(call)
+
+    def renew(self) -> None:
+        """Replace the processes by new ones."""
+        self.stop()
+        self._pool = self._start()
+
+    def stop(self) -> None:
+        """Terminate the processes, also in the middle of a call."""
+        processes = list((self._pool._processes or {}).values())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+
+    def _start(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._count, mp_context=self._context, initializer=_in_worker)
+
+
+class RankExecutor(SerialExecutor):
+    """Executes calls on all MPI ranks but rank 0, which schedules them.
+
+    Args:
+        executor: an `MPICommExecutor` pool of mpi4py.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        self.room = _AHEAD * executor.num_workers
+        self.submit = executor.submit  # type: ignore[method-assign]
+
+    def renew(self) -> None:
+        """Raise: MPI aborts all ranks when one dies."""
+        raise BrokenProcessPool("a rank died")
+
+
+@contextmanager
+def batch_executor(jobs: int, executor: Executor | None) -> Iterator[SerialExecutor]:
+    """Create the executor of a batch, and stop its processes on exit.
+
+    Args:
+        jobs: worker processes on this machine; 1 executes calls in this process.
+        executor: pool of the MPI ranks, if there are several; `jobs` is then ignored.
+    """
+    if executor is not None:
+        yield RankExecutor(executor)
+    elif jobs == 1:
+        yield SerialExecutor()
+    else:
+        processes = ProcessExecutor(jobs)
+        try:
+            yield processes
+        finally:
+            processes.stop()
+
+
+@contextmanager
+def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
+    """Yield whether this process schedules work, and the pool of the other ranks.
+
+    Under mpiexec or srun with several ranks, rank 0 schedules. All other ranks execute its calls
+    until its block ends; only then do they enter theirs.
+
+    Raises:
+        ValueError: several ranks were launched, and the MPI world has another size.
+    """
+    world = launched()
+    if world is None or world.size == 1 or world.launcher == "torchrun":
+        yield True, None
+        return
+    initialise_mpi()
+    from mpi4py import MPI  # initialises MPI, which a single process does not need
+    from mpi4py.futures import MPICommExecutor
+
+    check_mpi_world(MPI.COMM_WORLD.size)
+    with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
+        yield executor is not None, executor
+
+
+def _in_worker() -> None:
+    # the scheduling process ends its workers by SIGTERM, which the fork server blocks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Exit with the parent: if that is killed, a worker would wait for calls forever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class Call(NamedTuple):
+    """A call that a job waits for.
+
+    Attributes:
+        urgency: the smallest value is scheduled first.
+        run: executed by an executor.
+        done: called in this process when it has ended.
+    """
+
+    urgency: tuple[int, ...]
+    run: Callable[[], Any]
+    done: Callable[[], object] = lambda: None
+
+
+Job = Generator[Sequence[Call], list[Any], None]
+"""Yields calls and receives their results, or the exception of the first one that failed."""
+
+
+@dataclass
+class _Step:
+    """The calls that a job waits for, and what they gave so far."""
+
+    job: Job
+    calls: Sequence[Call]
+    results: dict[int, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def finish(self, number: int, future: Future[Any]) -> Callable[[], Sequence[Call]] | None:
+        """Note the result of a call; return what resumes the job after the last one."""
+        error = future.exception()
+        self.results[number] = None if error else future.result()
+        self.error = self.error or error
+        self.calls[number].done()
+        if len(self.results) < len(self.calls):
+            return None
+        results = [self.results[number] for number in range(len(self.calls))]
+        if self.error is not None:
+            return partial(self.job.throw, self.error)
+        return partial(self.job.send, results)
+
+
+_Work = tuple[tuple[int, ...], int, int, _Step]
+"""Urgency, order among equals, and a call by its number in a step."""
+
+
+def share(executor: SerialExecutor, jobs: Iterable[Job]) -> None:
+    """Execute the calls of all jobs.
+
+    If a process dies, each call that was in flight is repeated with no other call in flight. The
+    call that kills its process again fails with `BrokenExecutor`.
+    """
+    waiting: list[_Work] = []
+    order = count()
+
+    def resume(job: Job, advance: Callable[[], Sequence[Call]]) -> None:
+        with suppress(StopIteration):
+            while not (calls := advance()):
+                advance = partial(job.send, [])
+            step = _Step(job, calls)
+            for number, call in enumerate(calls):
+                heapq.heappush(waiting, (call.urgency, next(order), number, step))
+
+    def submitted(work: _Work) -> Future[Any]:
+        *_, number, step = work
+        try:
+            return executor.submit(step.calls[number].run)
+        except BrokenExecutor:  # a process died between two calls
+            executor.renew()
+            return executor.submit(step.calls[number].run)
+
+    for job in jobs:
+        resume(job, partial(next, job))
+    running: dict[Future[Any], _Work] = {}
+    suspects: list[_Work] = []
+    tried = False  # a suspect is in flight, and no other call
+    while waiting or running or suspects:
+        if suspects and not running:
+            work, tried = suspects.pop(), True
+            running[submitted(work)] = work
+        while waiting and not (suspects or tried) and len(running) < executor.room:
+            work = heapq.heappop(waiting)
+            running[submitted(work)] = work
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        broken = False
+        for future in done:
+            work = running.pop(future)
+            died = isinstance(future.exception(), BrokenExecutor)
+            broken |= died
+            if died and not tried:
+                suspects.append(work)
+                continue
+            *_, number, step = work
+            if advance := step.finish(number, future):
+                resume(step.job, advance)
+        if broken:
+            suspects.extend(running.values())
+            running.clear()
+            executor.renew()
+        tried = tried and bool(running)
 
 
 class BatchRun:
@@ -51,102 +299,47 @@ class BatchRun:
         self.before: list[str] = []
         self.finished: list[str] = []
         self.bytes = 0
-        self._bar = tqdm(
-            total=0,
-            unit="strip" if batch.options.whole else "tile",
-            disable=None,
-            leave=False,
-        )
+        unit = "strip" if batch.options.whole else "tile"
+        self._bar = progress_bar(None, None, unit, total=0)
 
-    def go(self, executor: BatchExecutor) -> None:
+    def go(self, executor: SerialExecutor) -> None:
         """Run the batch on an executor."""
-        works = [
-            Work(
-                (_PLAN, order),
-                partial(plan_slide, self._batch, task),
-                partial(self._planned, order),
-            )
-            for order, task in enumerate(self._tasks)
-        ]
         with self._bar:
-            share(executor, works)
+            share(executor, [self._slide(*one) for one in enumerate(self._tasks)])
 
-    def _planned(self, order: int, planned: Planned | Exception) -> Iterator[Work]:
-        task = self._tasks[order]
-        if isinstance(planned, Exception):
-            self._failed(task, planned)
-            return
-        if planned.plan is None:
-            self.before.append(task.name)
-        elif self._dry:
-            planned.report.written = len(planned.parts) and (
-                1 if planned.region else planned.pieces
-            )
-            self.bytes += planned.bytes
-        if planned.plan is None or self._dry:
-            self.reports[task.name] = planned.report
-            return
-        self._bar.total += planned.pieces  # so far: later slides are not planned yet
-        parts: dict[int, PartRecord] = {}
-        if not planned.parts:
-            yield self._finishing(order, planned, [])
-        for number, part in enumerate(planned.parts):
-            yield Work(
-                (_CUT, order, number),
-                partial(cut_slide, self._batch, task, planned.outline(), number, part),
-                partial(self._cut, order, planned, parts, number),
-            )
-
-    def _cut(
-        self,
-        order: int,
-        planned: Planned,
-        parts: dict[int, PartRecord],
-        number: int,
-        part: PartRecord | Exception,
-    ) -> Iterator[Work]:
-        task = self._tasks[order]
-        self._bar.set_postfix_str(f"{len(self.reports)}/{len(self._tasks)} slides", refresh=False)
-        self._bar.update(planned.parts[number].count)
-        if isinstance(part, Exception):
-            if task.name not in self.reports:  # else another part of the slide failed before
-                self._failed(task, part, planned.report)
-            return
-        parts[number] = part
-        if len(parts) == len(planned.parts):
-            yield self._finishing(order, planned, [parts[k] for k in sorted(parts)])
-
-    def _finishing(self, order: int, planned: Planned, parts: list[PartRecord]) -> Work:
-        task = self._tasks[order]
-        return Work(
-            (_FINISH, order),
-            partial(finish_slide, self._batch, task, planned.outline(), parts),
-            partial(self._finished, order),
-        )
-
-    def _finished(self, order: int, report: TilingReport | Exception) -> Iterator[Work]:
-        task = self._tasks[order]
-        if isinstance(report, Exception):
-            self._failed(task, report)
-        else:
-            self.reports[task.name] = report
-            self.finished.append(task.name)
-        return iter(())
-
-    def _failed(self, task: Task, error: Exception, so_far: TilingReport | None = None) -> None:
-        report = so_far or TilingReport(task.name, file=str(task.path))
-        report.failed, report.note = True, _message(task, error)
+    def _slide(self, order: int, task: Task) -> Job:
+        """Plan, cut and finish a slide; an error is its report."""
+        batch, report = self._batch, None
+        try:
+            planned: Planned
+            [planned] = yield [Call((_PLAN, order), partial(plan_slide, batch, task))]
+            report = planned.report
+            if planned.plan is None:
+                self.before.append(task.name)
+            elif self._dry:
+                report.written = 1 if planned.region else planned.pieces
+                self.bytes += planned.bytes
+            else:
+                outline = planned.outline()
+                self._bar.total += planned.pieces  # so far: later slides are not planned yet
+                parts = yield [
+                    Call(
+                        (_CUT, order, number),
+                        partial(cut_slide, batch, task, outline, number, part),
+                        partial(self._advance, part.count),
+                    )
+                    for number, part in enumerate(planned.parts)
+                ]
+                report = None  # has counts of tiles that are not kept if finishing fails
+                finish = partial(finish_slide, batch, task, outline, parts)
+                [report] = yield [Call((_FINISH, order), finish)]
+                self.finished.append(task.name)
+        except Exception as error:
+            report = report or TilingReport(task.name, file=str(task.path))
+            report.failed, report.note = True, failure_reason(f"slide {task.path}", error)
+        assert report is not None
         self.reports[task.name] = report
 
-
-def _message(task: Task, error: Exception) -> str:
-    """Message of an exception; the traceback of an unexpected one is printed to stderr."""
-    if isinstance(error, SlideError):
-        return str(error)
-    if isinstance(error, BrokenExecutor):
-        return f"slide {task.path}: {DIED}"
-    if isinstance(error, OSError):
-        where = f" ({error.filename})" if error.filename else ""
-        return f"slide {task.path}: {error.strerror or error}{where}"
-    traceback.print_exception(error, file=sys.stderr)
-    return f"slide {task.path}: {type(error).__name__}: {error}"
+    def _advance(self, pieces: int) -> None:
+        self._bar.set_postfix_str(f"{len(self.reports)}/{len(self._tasks)} slides", refresh=False)
+        self._bar.update(pieces)

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from spatialdl.data.format import CHUNK, stored_bytes
 from spatialdl.data.samples import RegionSample
-from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.coords import save_coords
-from spatialdl.slides.batch.labels import SlideLabel
+from spatialdl.slides.batch.assembling import save_coords
+from spatialdl.slides.batch.choosing import NATIVE, Choosing
+from spatialdl.slides.batch.finding_slides import SlideLabel
 from spatialdl.slides.batch.parts import (
-    NATIVE,
     BandPart,
     Cutting,
     PartPieces,
@@ -30,29 +29,28 @@ from spatialdl.slides.batch.parts import (
     native_grid,
     native_region,
 )
-from spatialdl.slides.batch.picture import (
+from spatialdl.slides.batch.record import (
+    PARTS,
+    PICTURES,
+    PartRecord,
+    SlideRecord,
+    find_done,
+    load_part,
+    slide_content,
+    slide_key,
+)
+from spatialdl.slides.batch.report import TilingReport
+from spatialdl.slides.batch.report_page import (
     PREVIEW,
     preview_name,
     save_overview,
     save_picture,
     save_preview,
 )
-from spatialdl.slides.batch.record import (
-    PARTS,
-    PartRecord,
-    SlideRecord,
-    load_part,
-    slide_content,
-    slide_key,
-)
-from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.batch.resume import PICTURES, taken_over
 from spatialdl.slides.cutting.stains import Colours
-from spatialdl.slides.cutting.tiling import TilePlan, outside_remark, plan_tiles
-from spatialdl.slides.cutting.whole import plan_whole
+from spatialdl.slides.cutting.tiling import TilePlan, outside_remark, plan_whole
 from spatialdl.slides.reading.paths import slide_source
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.reading.wanted import Wanted
 
 _OVERVIEW = "overview.bmp"  # temporary, so not compressed
 _ALL = 99.5  # percent of tissue from which a slide counts as all tissue
@@ -138,23 +136,12 @@ def plan_slide(batch: BatchRequest, task: Task) -> Planned:
     with _opened(batch, task) as slide:
         beside = batch.choosing.beside(task.path)
         key = slide_key(slide, task.name, task.label, batch.settings, beside)
-        record = taken_over(batch.folder, batch.before, task.name, task.path, key)
+        record = find_done(batch.folder, batch.before, task.name, task.path, key)
         if record is not None:
             return Planned(key, TilingReport.from_json(record.report), slide.size)
         regions = batch.choosing.regions(slide)
-        plan = plan_tiles(
-            slide,
-            options.tile_size,
-            Wanted(options.mpp, options.mag, options.level),
-            options.min_tissue,
-            overlap=options.overlap,
-            edge="drop" if options.whole else options.edge,
-            finder=batch.choosing.finder(slide),
-            regions=None if batch.choosing.masked else regions,
-            outside_class=batch.choosing.outside,
-            beyond=options.codec != NATIVE,
-        )
-        report = initial_report(task, slide, plan, options)
+        plan = batch.choosing.plan(slide, regions)
+        report = initial_report(task, slide, plan, whole=options.whole)
         planned = Planned(key, report, slide.size, plan.part(0, 0))
         planned.own = batch.choosing.own_colours(slide, plan)
         (_plan_region if options.whole else _plan_tiles)(batch, task, slide, plan, planned)
@@ -167,35 +154,35 @@ def plan_slide(batch: BatchRequest, task: Task) -> Planned:
     return planned
 
 
-def initial_report(
-    task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace
-) -> TilingReport:
-    """Create the report of a slide from its plan, before its tiles are cut."""
-    tissue, outside = 100 * plan.tissue_part, 0.0 if options.whole else 100 * plan.outside
-    remarks = [slide.remark] if slide.remark else []
+def initial_report(task: Task, slide: Slide, plan: TilePlan, *, whole: bool) -> TilingReport:
+    """Create the report of a slide from its plan, before its tiles or its region are cut."""
+    tissue = 100 * plan.tissue_part
+    report = TilingReport(
+        task.name,
+        file=str(task.path),
+        mpp=slide.known_mpp,
+        tissue_percent=round(tissue, 2),
+        in_grid=1,
+    )
+    remarks = []
     if tissue == 0 or tissue >= _ALL:
         remarks.append(
             f"{tissue:.0f}% of it was classified as tissue; if its picture shows otherwise, "
             "set --background or --mask-dir"
         )
-    if not options.whole and (remark := outside_remark(plan)):
-        remarks.append(remark)
-    return TilingReport(
-        task.name,
-        file=str(task.path),
-        mpp=slide.known_mpp,
-        remark="; ".join(remarks),
-        tissue_percent=round(tissue, 2),
-        outside_percent=round(outside, 2),
-    )
+    if not whole:
+        report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
+        report.unannotated, report.note = plan.unannotated, plan.reason
+        report.outside_percent = round(100 * plan.outside, 2)
+        remarks.append(outside_remark(plan))
+    report.remark = "; ".join(filter(None, [slide.remark, *remarks]))
+    return report
 
 
 def _plan_tiles(
     batch: BatchRequest, task: Task, slide: Slide, plan: TilePlan, planned: Planned
 ) -> None:
-    options, report = batch.options, planned.report
-    report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
-    report.unannotated, report.note = plan.unannotated, plan.reason
+    options = batch.options
     each = stored_bytes((plan.tile_size, plan.tile_size), 3)
     at_once = max(1, int(options.shard_size) // each)
     if options.format == "coords":
@@ -215,7 +202,6 @@ def _plan_region(
     batch: BatchRequest, task: Task, slide: Slide, plan: TilePlan, planned: Planned
 ) -> None:
     options, report = batch.options, planned.report
-    report.in_grid = 1
     whole = plan_whole(slide, plan)
     if whole is None:
         report.note = "no tissue found"

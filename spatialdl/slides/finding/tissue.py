@@ -1,17 +1,25 @@
-"""Tissue detection: saturated pixels on bright glass, bright pixels on a dark background."""
+"""Tissue of a slide: saturated pixels on bright glass, bright ones on a dark background, or a mask.
+
+Masks come from other tools, one image per slide. Dark pictures are contrast-stretched for display.
+"""
 
 from __future__ import annotations
 
+import warnings
+from math import ceil
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+import tifffile
+from PIL import Image, ImageFilter
 from scipy import ndimage
 from skimage.filters import threshold_otsu
 
-from spatialdl.slides.reading.reader import Thumbnail
-from spatialdl.slides.stretching import stretched
+from spatialdl.errors import SlideError
+from spatialdl.slides.reading.paths import find_beside
+from spatialdl.slides.reading.reader import Slide, Thumbnail
 
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -79,29 +87,9 @@ def find_tissue(thumbnail: Thumbnail, background: Background = "auto") -> Tissue
 
 def _channels(image: Bytes) -> tuple[Bytes, Bytes]:
     """Saturation and value, median-filtered against noise of single pixels."""
-    bands = Image.fromarray(image).convert("HSV")
-    saturation, value = (_median(np.asarray(bands.getchannel(name))) for name in "SV")
+    bands, noise = Image.fromarray(image).convert("HSV"), ImageFilter.MedianFilter(3)
+    saturation, value = (np.asarray(bands.getchannel(name).filter(noise)) for name in "SV")
     return saturation, value
-
-
-def _median(band: Bytes) -> Bytes:
-    """Median of 3 x 3 pixels: sorts columns, then takes the median of the remaining candidates.
-
-    Several times faster than the filters of libraries, which support any size.
-    """
-    padded = np.pad(band, 1, mode="edge")
-    a, b, c = padded[:-2], padded[1:-1], padded[2:]
-    low, high = np.minimum(a, b), np.maximum(a, b)
-    middle = np.maximum(low, np.minimum(high, c))
-    low, high = np.minimum(low, c), np.maximum(high, c)
-    highest_low = np.maximum(np.maximum(low[:, :-2], low[:, 1:-1]), low[:, 2:])
-    lowest_high = np.minimum(np.minimum(high[:, :-2], high[:, 1:-1]), high[:, 2:])
-    between = _middle(middle[:, :-2], middle[:, 1:-1], middle[:, 2:])
-    return _middle(highest_low, between, lowest_high)
-
-
-def _middle(a: Bytes, b: Bytes, c: Bytes) -> Bytes:
-    return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
 
 
 def _standing_out(saturation: Bytes, value: Bytes, threshold: float, dark: bool) -> Mask:
@@ -141,10 +129,8 @@ def _tidied(tissue: Mask) -> Mask:
 def _closed(mask: Mask, reach: int) -> Mask:
     """Morphological closing by a square, separable, so that its cost is independent of `reach`."""
     padded = np.pad(mask.astype(np.uint8), reach, mode="edge")
-    for step in (ndimage.maximum_filter1d, ndimage.minimum_filter1d):
-        for axis in (0, 1):
-            padded = step(padded, 2 * reach + 1, axis)
-    return np.asarray(padded[reach:-reach, reach:-reach], bool) | mask
+    closed = ndimage.grey_closing(padded, 2 * reach + 1)
+    return np.asarray(closed[reach:-reach, reach:-reach], bool) | mask
 
 
 def _smaller(mask: Mask, area: float, *, inner: bool) -> Mask:
@@ -156,3 +142,111 @@ def _smaller(mask: Mask, area: float, *, inner: bool) -> Mask:
         for edge in (pieces[0], pieces[-1], pieces[:, 0], pieces[:, -1]):
             small[edge] = False
     return np.asarray(small[pieces], bool)
+
+
+SUFFIXES = (".png", ".tif", ".tiff")
+_MOST_PIXELS = 2**28  # of a mask, which is read completely
+_SAME_SHAPE = 0.01
+
+
+def find_mask(folder: Path, slide: Path) -> Path:
+    """Find the mask of `a.svs`: `a.png` or `a.svs.png` (also .tif, .tiff).
+
+    Raises:
+        SlideError: there is no such file, or more than one.
+    """
+    return find_beside(folder, slide, SUFFIXES, "mask")
+
+
+def read_mask(path: Path, slide: Slide, thumbnail: Thumbnail) -> Tissue:
+    """Read the tissue of a slide from a mask image.
+
+    Pixels that are non-zero (in any channel) and not transparent are tissue. The mask may have any
+    resolution; it is averaged over the pixels of the thumbnail, which are tissue from one half.
+    In a pyramid the coarsest level that is at least as fine is read.
+
+    Args:
+        path: a PNG or TIFF.
+        slide: the slide, for its size.
+        thumbnail: of the slide.
+
+    Raises:
+        SlideError: the file is not such an image, or its aspect ratio is not that of the slide
+            (within 1 %, or a pixel).
+    """
+    rows, cols = thumbnail.missing.shape
+    try:
+        mask = _read(path, (rows, cols))
+    except Image.DecompressionBombError as error:
+        raise SlideError(
+            f"mask {path} of slide {slide.path} has too many pixels ({error}); make it smaller, "
+            "or a TIFF with levels"
+        ) from error
+    except Exception as error:  # what the libraries raise at damaged files is not documented
+        raise SlideError(f"cannot read mask {path} of slide {slide.path}: {error}") from error
+    (height, width), (down, across) = mask.shape, slide.size
+    if abs(height * across - width * down) > max(_SAME_SHAPE * height * across, across + down):
+        raise SlideError(
+            f"mask {path} has {height} x {width} pixels, but slide {slide.path} {down} x {across}: "
+            "aspect ratios must match; the mask must be of the whole slide, not of a part"
+        )
+    # padded, since the last pixels of the thumbnail may end beyond the slide and the mask
+    bottom, right = rows * thumbnail.scale * height / down, cols * thumbnail.scale * width / across
+    more = max(0, ceil(bottom - height)), max(0, ceil(right - width))
+    image = Image.fromarray(
+        np.pad(mask.astype(np.uint8) * 255, ((0, more[0]), (0, more[1])), "edge")
+    )
+    box = (0.0, 0.0, right, bottom)
+    small = np.asarray(image.resize((cols, rows), Image.Resampling.BOX, box))
+    return Tissue(small >= 128, np.zeros((rows, cols), bool), 0.0)
+
+
+def _read(path: Path, wanted: tuple[int, int]) -> Mask:
+    if path.suffix.lower() == ".png":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path, formats=["PNG"]) as image:
+                # colours of the palette, not its indices
+                mode = "RGBA" if image.has_transparency_data else "RGB"
+                return _tissue(np.asarray(image.convert(mode) if image.mode == "P" else image))
+    with tifffile.TiffFile(path) as file:
+        levels = file.series[0].levels
+        fine = [k for k in levels if min(np.divide(k.shape[:2], wanted)) >= 1] or levels[:1]
+        if np.prod(fine[-1].shape[:2], dtype=float) > _MOST_PIXELS:
+            raise ValueError(
+                f"its coarsest fitting level has {fine[-1].shape[:2]} pixels, too many to read; "
+                "make it smaller"
+            )
+        return _tissue(fine[-1].asarray())
+
+
+def _tissue(pixels: npt.NDArray[np.generic]) -> Mask:
+    if pixels.ndim == 3 and pixels.shape[2] in (1, 2, 3, 4):
+        solid = pixels[..., -1] != 0 if pixels.shape[2] in (2, 4) else True
+        return np.asarray((pixels[..., : 3 if pixels.shape[2] > 2 else 1] != 0).any(-1) & solid)
+    if pixels.ndim != 2:
+        raise ValueError(f"it has the shape {pixels.shape}, expected (rows, columns[, colours])")
+    return np.asarray(pixels != 0)
+
+
+_DARKEST, _BRIGHTEST = 1.0, 99.5  # percentiles that become black and full
+_LEAST = 16.0  # smallest range of grey values that is stretched to 255; less is noise
+
+
+def stretched(image: Bytes, shown: npt.NDArray[np.bool_] | None = None) -> Bytes:
+    """Stretch the colours of a dark picture to the full range, all channels alike.
+
+    Args:
+        image: uint8 (rows, cols, 3).
+        shown: (rows, cols), mask of pixels that should be bright, such as tissue; None is all.
+
+    Returns:
+        uint8 (rows, cols, 3); the unchanged picture if it is already bright, or of one colour.
+    """
+    values = image.max(-1)
+    bright = values if shown is None or not shown.any() else values[shown]
+    low, high = np.percentile(values, _DARKEST), np.percentile(bright, _BRIGHTEST)
+    if high - low < 1 or 255 - high <= low:
+        return image
+    factor = 255 / max(high - low, _LEAST)
+    return np.asarray(((image - low) * factor).round().clip(0, 255), np.uint8)

@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngImageFile
 
 from spatialdl.data.jpeg import decode_into
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading.handles import HANDLES, ReopenedFile
+from spatialdl.slides.reading.source import HANDLES, PixelSource
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -28,7 +28,6 @@ IN_MEMORY = 2**28
 _COEFFICIENTS = 2**29  # bytes; decoders hold all of a progressive JPEG or interlaced PNG in memory
 _END_WITHIN = 2**16  # last bytes of a file in which the end marker of a JPEG must be
 _CHANNELS = {"1": 1, "L": 1, "LA": 2, "P": 3, "RGB": 3, "RGBA": 4}  # by Pillow's mode
-_WHITE = (255, 255, 255)
 
 
 class Pixels(Protocol):
@@ -56,7 +55,7 @@ class Header(NamedTuple):
     remark: str = ""
 
 
-class PlainImage(ReopenedFile):
+class PlainImage(PixelSource):
     """An image of one level, opened at the first read.
 
     Args:
@@ -65,12 +64,8 @@ class PlainImage(ReopenedFile):
         opener: opens its pixels; may raise SlideError.
     """
 
-    downsamples: tuple[float, ...] = (1.0,)
-    is_patchy = False  # no box has places without pixels
-
     def __init__(self, path: Path, header: Header, opener: Callable[[], Pixels]) -> None:
         super().__init__()
-        self.background: tuple[int, int, int] = _WHITE
         self.size = header.size
         self.properties = header.properties
         self.remark = header.remark
@@ -80,7 +75,7 @@ class PlainImage(ReopenedFile):
         self._failed: SlideError | None = None
 
     def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
-        """Read a box of the image, composited over white; see `OpenSlideFile.read`."""
+        """Read a box of the image, composited over white; see `PixelSource.read`."""
         top, left = max(y, 0), max(x, 0)
         bottom, right = min(y + size[0], self.size[0]), min(x + size[1], self.size[1])
         out = np.full((*size, 3), self.background, np.uint8)
@@ -98,13 +93,6 @@ class PlainImage(ReopenedFile):
                 ) from error
         out[top - y : bottom - y, left - x : right - x] = _over_white(box, pixels.premultiplied)
         return out
-
-    def is_native(self, level: int) -> bool:
-        """Return true: openslide is not used."""
-        return True
-
-    def jpeg_grid(self, level: int) -> None:
-        """Return None: supported only for slides opened by openslide."""
 
     def _opened(self) -> Pixels:
         if self._failed is not None:  # decoding again would fail again

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import tifffile
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.reading.native import tiles_under
 from spatialdl.slides.reading.plain_image import Header
 
 Bytes = npt.NDArray[np.uint8]
@@ -80,15 +81,10 @@ class TiffPixels:
         planes = samples if page.planarconfig == _SEPARATE else 1
         for plane in range(planes):
             channel = slice(plane, plane + 1) if planes > 1 else slice(None)
-            for i in range(top // th, (bottom - 1) // th + 1):
-                for j in range(left // tw, (right - 1) // tw + 1):
-                    part = self._segment((plane * down + i) * across + j)
-                    if part is None:
-                        continue
-                    y0, y1 = max(i * th, top), min((i + 1) * th, bottom)
-                    x0, x1 = max(j * tw, left), min((j + 1) * tw, right)
-                    inside = part[y0 - i * th : y1 - i * th, x0 - j * tw : x1 - j * tw]
-                    box[y0 - top : y1 - top, x0 - left : x1 - left, channel] = inside
+            for i, j, to, of in tiles_under((top, bottom, left, right), (th, tw)):
+                part = self._segment((plane * down + i) * across + j)
+                if part is not None:
+                    box[(*to, channel)] = part[of]
         return box
 
     def _decoded(self, number: int) -> Bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from math import ceil, floor
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading.jpeg_grid import JpegGrid
+from spatialdl.slides.reading.native import JpegGrid
 from spatialdl.slides.reading.opening import open_source
 from spatialdl.slides.reading.paths import slide_name
 from spatialdl.slides.reading.resolution import (
@@ -73,6 +73,11 @@ class Slide:
         mpp: micrometres per level-0 pixel, overrides the file's metadata.
         native: false reads with openslide all files that it supports.
 
+    Attributes:
+        size: rows and columns at level 0.
+        downsamples: level-0 pixels per pixel of each level, along one dim.
+        properties: metadata of the file, by openslide's names; a plain image has little.
+
     Raises:
         SlideError: the file is missing or cannot be read as a slide.
         ValueError: `mpp` is not between 0.05 and 20.
@@ -89,28 +94,14 @@ class Slide:
         self.path = Path(path)
         self._given_mpp = mpp
         self._source = open_source(self.path, native)
-        self._size = self._source.size
-        self._downsamples = self._source.downsamples
+        self.size = self._source.size
+        self.downsamples = self._source.downsamples
+        self.properties = self._source.properties
 
     @property
     def name(self) -> str:
         """File name without its suffix; for a DICOM series its folder's name, or its UID."""
         return slide_name(self.path)
-
-    @property
-    def properties(self) -> Mapping[str, str]:
-        """Metadata of the file, by openslide's property names; a plain image has little."""
-        return self._source.properties
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and columns at level 0."""
-        return self._size
-
-    @property
-    def downsamples(self) -> tuple[float, ...]:
-        """Level-0 pixels per pixel of each level, along one dim."""
-        return self._downsamples
 
     @property
     def background(self) -> tuple[int, int, int]:
@@ -124,12 +115,12 @@ class Slide:
     @property
     def quickhash(self) -> str:
         """Openslide's hash of the slide; empty if there is none."""
-        return self._source.properties.get("openslide.quickhash-1", "")
+        return self.properties.get("openslide.quickhash-1", "")
 
     @property
     def scanned_from(self) -> tuple[int, int]:
         """Level-0 (x, y) where the scanned part begins, in MIRAX slides; else (0, 0)."""
-        bounds = [self._source.properties.get(f"openslide.bounds-{axis}", "0") for axis in "xy"]
+        bounds = [self.properties.get(f"openslide.bounds-{axis}", "0") for axis in "xy"]
         return (int(bounds[0]), int(bounds[1])) if all(map(str.isdecimal, bounds)) else (0, 0)
 
     @property
@@ -156,7 +147,7 @@ class Slide:
         Raises:
             SlideError: the file has neither.
         """
-        power = power_of(self._source.properties) if self._given_mpp is None else None
+        power = power_of(self.properties) if self._given_mpp is None else None
         return MPP_AT_1X / self.mpp if power is None else power
 
     @property
@@ -170,18 +161,15 @@ class Slide:
 
     def level(self, scale: float) -> int:
         """Return the level to read for `scale`: the coarsest one that is at least as fine."""
-        fine = [k for k, down in enumerate(self._downsamples) if down <= scale * (1 + SAME)]
-        return max(fine, key=lambda k: self._downsamples[k], default=0)
+        fine = [k for k, down in enumerate(self.downsamples) if down <= scale * (1 + SAME)]
+        return max(fine, key=lambda k: self.downsamples[k], default=0)
 
     def level_size(self, level: int) -> tuple[int, int]:
         """Return the rows and columns of a level."""
         if level == 0:
-            return self._size
-        properties = self._source.properties
-        return (
-            int(properties[f"openslide.level[{level}].height"]),
-            int(properties[f"openslide.level[{level}].width"]),
-        )
+            return self.size
+        rows, cols = (self.properties[f"openslide.level[{level}].{k}"] for k in ("height", "width"))
+        return int(rows), int(cols)
 
     def is_exact(self, scale: float, size: tuple[int, int]) -> bool:
         """Whether boxes of a region at `scale` have the same pixels, however it is divided.
@@ -189,7 +177,7 @@ class Slide:
         Pixels that are resampled, or lie between those of a level, may differ by about two levels
         of 255, as filters round.
         """
-        down = self._downsamples[self.level(scale)]
+        down = self.downsamples[self.level(scale)]
         return down.is_integer() and abs(scale / down - 1) * max(size) < _HALF
 
     def is_native(self, scale: float) -> bool:
@@ -204,7 +192,7 @@ class Slide:
             with the same pixels as openslide (see `is_native`).
         """
         level = self.level(scale)
-        down = self._downsamples[level]
+        down = self.downsamples[level]
         if abs(scale / down - 1) * max(self.size) / down >= _HALF:
             return None
         return self._source.jpeg_grid(level)
@@ -218,7 +206,7 @@ class Slide:
 
     def nearest(self, scale: float) -> float:
         """Return the scale of a level within 1 % of `scale`, else `scale`."""
-        nearest = min(self._downsamples, key=lambda down: abs(down - scale))
+        nearest = min(self.downsamples, key=lambda down: abs(down - scale))
         return nearest if abs(nearest / scale - 1) < SAME else scale
 
     def read(self, x: int, y: int, size: tuple[int, int], mpp: float) -> Bytes:
@@ -243,29 +231,7 @@ class Slide:
 
     def read_scaled(self, x: int, y: int, size: tuple[int, int], scale: float) -> Bytes:
         """Read a region as `read` does, at `scale` level-0 pixels per pixel."""
-        return self.read_rows(x, y, size, scale, (0, size[0]))
-
-    def read_rows(
-        self,
-        x: int,
-        y: int,
-        size: tuple[int, int],
-        scale: float,
-        rows: tuple[int, int],
-    ) -> Bytes:
-        """Read rows of a region; parts of a region can be joined without seams.
-
-        Args:
-            x, y, size, scale: of the region; see `read_scaled`.
-            rows: half-open range of rows of the region.
-
-        Returns:
-            uint8 (rows, cols, 3).
-
-        Raises:
-            SlideError: the file is damaged there.
-        """
-        return self.read_box(x, y, size, scale, (*rows, 0, size[1]))
+        return self.read_box(x, y, size, scale, (0, size[0], 0, size[1]))
 
     def read_box(
         self,
@@ -302,7 +268,7 @@ class Slide:
     ) -> Bytes:
         first, last, left, right = box
         level = self.level(scale)
-        down = self._downsamples[level]
+        down = self.downsamples[level]
         factor, cols = scale / down, right - left
         if abs(factor - 1) * max(size) < _HALF:
             place = round(x + left * down), round(y + first * down)
@@ -365,7 +331,7 @@ class Slide:
 
     def _read_inside(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes:
         """A box of a level, padded beyond its last row and column by repeating these."""
-        (height, width), down = self.level_size(level), self._downsamples[level]
+        (height, width), down = self.level_size(level), self.downsamples[level]
         rows, y = _inside(y, down, height, size[0])
         cols, x = _inside(x, down, width, size[1])
         pixels = self._source.read(x, y, level, (rows, cols), again=False)
@@ -388,7 +354,7 @@ class Slide:
     def _resolution(self) -> FileMpp:
         if self._given_mpp is not None:
             return FileMpp(self._given_mpp, "")
-        return mpp_of(self._source.properties, self.path)
+        return mpp_of(self.properties, self.path)
 
 
 def _quarters(box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:

@@ -19,8 +19,8 @@ from spatialdl.inference.predicting.cutting import BatchCutting, cutting_of
 from spatialdl.inference.predicting.inputs import SlideImages, shard_inputs, slide_input
 from spatialdl.inference.predicting.records import key_of
 from spatialdl.inference.predicting.slide_paths import slide_paths, volume_names, volume_paths
+from spatialdl.slides.cutting.grid import Wanted
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.reading.wanted import Wanted
 from tests.composing import composed
 from tests.data.importing.written import oblique, save, slices, voxels
 from tests.inference.predicting.runs import known_network, picture, write_slide

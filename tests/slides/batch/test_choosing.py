@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from spatialdl.data import ShardDataset
 from spatialdl.slides.batch import choosing
-from spatialdl.slides.cutting.normalise import own_colours
+from spatialdl.slides.cutting.stains import own_colours
 from spatialdl.slides.cutting.tiling import TilePlan
 from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reading.reader import Slide

@@ -66,41 +66,29 @@ def watched(monkeypatch: pytest.MonkeyPatch, quick: None) -> Watched:
     return watched
 
 
-def interrupted(watched: Watched, number: int, go: Callable[[], int]) -> int:
-    """Run it up to a change, where the user presses Ctrl-C."""
-
-    def end() -> None:
-        raise KeyboardInterrupt
-
-    watched.left, watched.end = number, end
-    code = go()
-    watched.left = -1
-    assert code in (0, 130)
-    return code
+def pressed() -> None:
+    """The user presses Ctrl-C."""
+    raise KeyboardInterrupt
 
 
-def killed(watched: Watched, number: int, go: Callable[[], int]) -> int:
-    """Run it in another process up to a change, where it ends without another word."""
-    watched.left, watched.end = number, lambda: os._exit(9)
-    code, error = forked(go)
-    watched.left = -1
-    assert code in (0, 9), error
-    return code
+def killed() -> None:
+    """The process ends without another word."""
+    os._exit(9)
 
 
 def everywhere(
     watched: Watched,
-    stopped: Callable[[Watched, int, Callable[[], int]], int],
+    end: Callable[[], None],
     prepare: Callable[[], object],
     go: Callable[[], int],
     out: Path,
-    changes: range = range(1, 10_000),
+    changes: range,
 ) -> int:
     """Stop a batch at changes of the disk, go on, and compare with one left in peace.
 
     Args:
         watched: the command.
-        stopped: how it is stopped.
+        end: how it is stopped.
         prepare: makes what is there before.
         go: runs the command.
         out: its data set.
@@ -117,34 +105,35 @@ def everywhere(
         shutil.rmtree(out)
         prepare()
         watched.cut.clear()
-        if stopped(watched, number, go) == 0:  # there are no more changes
+        watched.left, watched.end = number, end
+        code, error = (go(), "") if end is pressed else forked(go)
+        watched.left = -1
+        if code == 0:  # there are no more changes
             return number - changes.step
+        assert code == (130 if end is pressed else 9), error
         assert go() == 0, number
         assert contents(out) == expected, number
         assert leftovers(out.parent) == [], number
-        if stopped is interrupted:  # else they were cut in another process
+        if end is pressed:  # else they were cut in another process
             assert sorted(watched.cut) == parts, number
     raise AssertionError
 
 
 @pytest.mark.parametrize(
-    ("begun", "how", "stopped", "step"),
+    ("begun", "how", "end", "step"),
     [
-        ("", TILES, interrupted, 7),
-        ("labels", TILES, interrupted, 7),
+        ("", TILES, killed, 9),
+        ("labels", TILES, pressed, 9),
         *(
-            pytest.param(begun, how, stopped, 1, marks=pytest.mark.slow)
-            for begun, how, stopped in [
-                *(("", TILES, interrupted), ("", TILES, killed), ("", WHOLE, interrupted)),
-                *(("", COORDS, killed), ("slide", TILES, killed), ("slide", TILES, interrupted)),
-                *(("labels", TILES, killed), ("labels", TILES, interrupted)),
+            pytest.param(begun, how, end, 1, marks=pytest.mark.slow)
+            for begun, how, end in [
+                *(("", TILES, pressed), ("", TILES, killed), ("", WHOLE, pressed)),
+                *(("", COORDS, killed), ("slide", TILES, killed), ("labels", TILES, pressed)),
             ]
         ),
     ],
 )
-def test_a_batch_goes_on_wherever_it_was_stopped(
-    tmp_path, small, watched, begun, how, stopped, step
-):
+def test_a_batch_goes_on_wherever_it_was_stopped(tmp_path, small, watched, begun, how, end, step):
     """A new one, one more slide in a data set, or a data set of which the labels are others."""
     out, before, labels = tmp_path / "set", tmp_path / "before", tmp_path / "labels.csv"
     slides, more = [small], ["--labels", labels] if begun == "labels" else []
@@ -162,7 +151,7 @@ def test_a_batch_goes_on_wherever_it_was_stopped(
     def go() -> int:
         return tile(*slides, "--out", out, *how, *more)
 
-    last = everywhere(watched, stopped, prepare, go, out, range(1, 10_000, step))
+    last = everywhere(watched, end, prepare, go, out, range(1, 10_000, step))
     assert last > (25 if begun == "slide" else 20)
     if how is TILES:
         assert {sample.slide for sample in Manifest.load(out).samples} == {"a", "b"}

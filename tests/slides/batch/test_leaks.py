@@ -11,7 +11,7 @@ import pytest
 import tifffile
 
 from spatialdl.data import ShardDataset
-from spatialdl.slides.batch.labels import SlideLabel
+from spatialdl.slides.batch.finding_slides import SlideLabel
 from spatialdl.slides.cohort.leaks import check_duplicates
 from tests.slides.batch.batches import TILES, tile
 

@@ -12,9 +12,10 @@ import openslide
 import pytest
 from PIL import Image
 
+from spatialdl.data.format import shard_problem
 from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.coords import save_coords
+from spatialdl.slides.batch.assembling import save_coords
 from spatialdl.slides.batch.parts import (
     BandPart,
     TilePart,
@@ -23,14 +24,13 @@ from spatialdl.slides.batch.parts import (
     native_region,
     native_tiles,
 )
-from spatialdl.slides.batch.picture import save_overview, save_picture, save_preview
-from spatialdl.slides.batch.record import PartRecord, holds
-from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
-from spatialdl.slides.cutting.whole import WholePlan
-from spatialdl.slides.finding.regions import Region
+from spatialdl.slides.batch.record import PartRecord
+from spatialdl.slides.batch.report_page import save_overview, save_picture, save_preview
+from spatialdl.slides.cutting.grid import Wanted
+from spatialdl.slides.cutting.tiling import TilePlan, WholePlan, cut_tiles, plan_tiles
+from spatialdl.slides.finding.annotations import Region
 from spatialdl.slides.finding.tissue import Tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
-from spatialdl.slides.reading.wanted import Wanted
 from tests.slides.batch.batches import cutting
 from tests.slides.tiled_tiffs import jpeg, picture, write_tiff
 
@@ -64,7 +64,7 @@ def test_what_fails_leaves_no_shard_open(tmp_path, slide, monkeypatch, kind):
         raise OSError("disk full")
 
     pieces: Any = BandPart(PLAN, sample(PLAN, bands_of(PLAN, 1, 1, 512)), 0)
-    failing = "spatialdl.slides.reading.reader.Slide.read_rows"
+    failing = "spatialdl.slides.reading.reader.Slide.read_box"
     if kind == "tiles":
         pieces = TilePart(plan_tiles(slide, 256, 0.5).part(0, 3), False)
         failing = "spatialdl.data.shard_file.Chunks.write"
@@ -131,7 +131,7 @@ def test_both_describe_the_tiles(tmp_path, synthetic):
     plan, infos = saved(tmp_path, synthetic["ring"], Wanted(mpp=1.0), overlap=16)
     files = ["coords/clam/patches/ring.h5", "coords/trident/patches/ring_patches.h5"]
     assert [info.file for info in infos] == files
-    assert all(holds(tmp_path, info) for info in infos)
+    assert not any(shard_problem(tmp_path, info) for info in infos)
     for file, needed in zip(files, (CLAM, TRIDENT | POWERS), strict=True):
         said, coords = read(tmp_path / file)
         assert coords.dtype == np.int64

@@ -13,8 +13,6 @@ from urllib.parse import unquote_to_bytes
 from PIL import Image
 
 from spatialdl.common.text import width
-from spatialdl.slides.batch.page import save_batch
-from spatialdl.slides.batch.picture import preview_name
 from spatialdl.slides.batch.report import (
     TilingReport,
     by_status,
@@ -24,6 +22,7 @@ from spatialdl.slides.batch.report import (
     warnings,
     why_nothing,
 )
+from spatialdl.slides.batch.report_page import preview_name, save_batch
 from tests.slides.batch.batches import inside
 
 GOOD = TilingReport("good", 100, 40, written=40)

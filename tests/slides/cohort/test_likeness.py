@@ -12,8 +12,8 @@ import tifffile
 from PIL import Image
 from scipy import ndimage, signal
 
-from spatialdl.slides.cohort import likeness
-from spatialdl.slides.cohort.likeness import (
+from spatialdl.slides.cohort import leaks
+from spatialdl.slides.cohort.leaks import (
     ALIKE,
     Look,
     correlated_pairs,
@@ -146,7 +146,7 @@ def every(looks) -> dict[tuple[int, int], float]:
 
 def test_the_pairs_are_those_of_comparing_each_with_each(looks, every, monkeypatch):
     assert correlated_pairs([], [], ALIKE, ENERGY) == []
-    monkeypatch.setattr(likeness, "_BATCH", 2)
+    monkeypatch.setattr(leaks, "_BATCH", 2)
     for least, kinds in (
         *((ALIKE, range(60)), (0.6, range(60))),
         (ALIKE, [k // 3 % 2 for k in range(60)]),

@@ -11,14 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spatialdl.data.tables import in_two_splits
+from spatialdl.slides.cohort.command import assign, counts_of, groups_of, strata_of
 from spatialdl.slides.cohort.command import main as split_command
-from spatialdl.slides.cohort.splitting import (
-    assign,
-    counts_of,
-    groups_of,
-    pairs_apart,
-    strata_of,
-)
+from spatialdl.slides.cohort.leaks import pairs_apart
 from spatialdl.slides.synthetic import write_synthetic_slide
 
 ROWS = [f"s{k}.tiff,{('tumour', 'normal')[k % 2]},p{k // 2},{30 + k}" for k in range(24)]

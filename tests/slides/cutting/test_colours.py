@@ -20,13 +20,14 @@ from spatialdl.slides.cutting.filters import (
     refused_by,
     white_part,
 )
-from spatialdl.slides.cutting.normalise import reference_colours, sampled
 from spatialdl.slides.cutting.stains import (
     METHODS,
     StainColours,
     colours_of,
     concentrations,
     recoloured,
+    reference_colours,
+    sampled,
 )
 from spatialdl.slides.cutting.tiling import cut_tiles, plan_tiles
 from spatialdl.slides.reading.reader import Slide

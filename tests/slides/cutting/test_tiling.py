@@ -17,17 +17,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.cutting.grid import EDGES, TileGrid, tile_starts
+from spatialdl.slides.cutting.grid import EDGES, TileGrid, Wanted, tile_starts
 from spatialdl.slides.cutting.tiling import (
     TilePlan,
+    WholeImage,
+    WholePlan,
     cut_tiles,
     plan_tiles,
+    plan_whole,
 )
-from spatialdl.slides.cutting.whole import WholeImage, WholePlan, plan_whole
-from spatialdl.slides.finding.regions import Region
+from spatialdl.slides.finding.annotations import Region
 from spatialdl.slides.finding.tissue import Tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
-from spatialdl.slides.reading.wanted import Wanted
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0.3, 15), st.integers(0, 2**32 - 1))

@@ -14,16 +14,18 @@ from skimage.draw import polygon2mask
 
 from spatialdl.data.format import UNLABELLED
 from spatialdl.errors import SlideError
-from spatialdl.slides.finding.annotations import find_annotations, read_annotations, read_xml
-from spatialdl.slides.finding.masks import find_mask
-from spatialdl.slides.finding.regions import (
+from spatialdl.slides.finding.annotations import (
     Region,
     RegionMask,
     class_list,
     class_map,
     class_names,
     filled,
+    find_annotations,
+    read_annotations,
+    read_xml,
 )
+from spatialdl.slides.finding.tissue import find_mask
 
 OUTER = [[0, 0], [100, 0], [100, 80], [0, 80], [0, 0]]
 HOLE = [[10, 10], [20, 10], [20, 20], [10, 10]]

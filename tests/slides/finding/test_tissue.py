@@ -12,9 +12,8 @@ import tifffile
 from PIL import Image
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.finding import masks
-from spatialdl.slides.finding.masks import read_mask
-from spatialdl.slides.finding.tissue import Mask, find_tissue
+from spatialdl.slides.finding import tissue as tissue_module
+from spatialdl.slides.finding.tissue import Mask, find_tissue, read_mask
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
 RANDOM = np.random.default_rng(0)
@@ -227,7 +226,7 @@ def test_what_is_no_mask_of_the_slide_is_refused(tmp_path, monkeypatch):
             read(tmp_path / "other.png")
     # too large to read
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9_000)
-    monkeypatch.setattr(masks, "_MOST_PIXELS", 9_000)
+    monkeypatch.setattr(tissue_module, "_MOST_PIXELS", 9_000)
     for name, says in (
         ("a.png", r"a.png of slide a.svs has too many pixels \(.*20000"),
         ("a.tif", r"a.tif .* level has \(100, 200\) pixels, too many to read; make it"),

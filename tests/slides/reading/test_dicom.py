@@ -13,8 +13,10 @@ import pytest
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
-from spatialdl.slides.reading.dicom import grouped, is_uid, may_be_dicom
 from spatialdl.slides.reading.paths import (
+    grouped,
+    is_uid,
+    may_be_dicom,
     series_at,
     slide_addresses,
     slide_aliases,

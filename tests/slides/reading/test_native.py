@@ -18,9 +18,9 @@ from PIL import Image
 
 from spatialdl.data.jpeg import JpegStream
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading import decoding, native
-from spatialdl.slides.reading.jpeg_grid import JpegGrid
-from spatialdl.slides.reading.openslide_file import OpenSlideFile, composited
+from spatialdl.slides.reading import native
+from spatialdl.slides.reading.native import JpegGrid
+from spatialdl.slides.reading.opening import OpenSlideFile, composited
 from spatialdl.slides.reading.reader import Slide
 from tests.slides.tiled_tiffs import jpeg, picture, write_tiff
 
@@ -180,7 +180,7 @@ def test_a_level_whose_pixels_differ_is_left_to_openslide(tmp_path, monkeypatch)
     with Slide(path) as slide:
         assert slide.is_native(1.0)
         right = slide.read_scaled(0, 0, (300, 300), 1.0)
-    wrong = decoding.Decoder(lambda _: np.zeros((256, 256, 3), np.uint8))
+    wrong = native.Decoder(lambda _: np.zeros((256, 256, 3), np.uint8))
     monkeypatch.setattr(native, "decoder_of", lambda *_: wrong)
     with Slide(path) as slide:
         assert not slide.is_native(1.0)

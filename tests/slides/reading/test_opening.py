@@ -13,11 +13,8 @@ import tifffile
 from PIL import Image
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading import handles as handles_module
-from spatialdl.slides.reading import openslide_file, plain_image
-from spatialdl.slides.reading.handles import Handles
-from spatialdl.slides.reading.opening import open_source
-from spatialdl.slides.reading.openslide_file import OpenSlideFile, composited
+from spatialdl.slides.reading import opening, plain_image, source
+from spatialdl.slides.reading.opening import OpenSlideFile, composited, open_source
 from spatialdl.slides.reading.plain_image import PlainImage
 from spatialdl.slides.reading.plain_tiff import missing_part
 from spatialdl.slides.reading.reader import Slide
@@ -142,8 +139,8 @@ def test_transparent_pixels_have_the_background(tmp_path):
 
 
 def test_many_slides_are_read_with_few_files_open(synthetic, monkeypatch):
-    handles = Handles(3)
-    for module in (openslide_file, plain_image, handles_module):
+    handles = source.Handles(3)
+    for module in (opening, plain_image, source):
         monkeypatch.setattr(module, "HANDLES", handles)
     before = open_files()
     slides = [Slide(synthetic["ring"]) for _ in range(20)]

@@ -10,9 +10,9 @@ import pytest
 import tifffile
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.cutting.grid import Wanted
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.resolution import mpp_of, power_of
-from spatialdl.slides.reading.wanted import Wanted
 
 
 def test_other_resolutions_are_resampled_from_a_finer_level(synthetic):
@@ -31,7 +31,10 @@ def test_a_large_read_is_the_same_in_parts(synthetic, monkeypatch):
     for scale in (3.0, 3.37, 0.71):
         with monkeypatch.context() as small, Slide(synthetic["ring"]) as slide:
             whole = slide.read_scaled(64, 32, (300, 400), scale)
-            rows = [slide.read_rows(64, 32, (300, 400), scale, k) for k in [(0, 77), (77, 300)]]
+            rows = [
+                slide.read_box(64, 32, (300, 400), scale, (*k, 0, 400))
+                for k in [(0, 77), (77, 300)]
+            ]
             small.setattr("spatialdl.slides.reading.reader._AT_A_TIME", 50_000)
             parts = slide.read_scaled(64, 32, (300, 400), scale)
         assert np.abs(whole.astype(int) - np.concatenate(rows)).max() <= 1

@@ -15,9 +15,7 @@ from spatialdl.inference.features.sources import SlideSource
 from spatialdl.inference.predicting.inputs import SlideImages
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task, initial_report
-from spatialdl.slides.cutting.tiling import plan_tiles
-from spatialdl.slides.cutting.whole import plan_whole
-from spatialdl.slides.reading.wanted import Wanted
+from spatialdl.slides.cutting.tiling import plan_whole
 from spatialdl.spatial.meta import meta_copy, on_meta
 
 _FAR = 30240  # pixels; a multiple of all usual strides, such as 32 and 224
@@ -102,11 +100,8 @@ class RegionSource(SlideSource):
         """
         started, options = time.monotonic(), self.options
         with self._opened(task) as slide:
-            wanted = Wanted(options.mpp, options.mag, options.level)
-            finder = self.choosing.finder(slide)
-            plan = plan_tiles(slide, options.tile_size, wanted, 0.0, finder=finder)
-            report = initial_report(task, slide, plan, options)
-            report.in_grid = 1
+            plan = self.choosing.plan(slide, None, min_tissue=0.0)
+            report = initial_report(task, slide, plan, whole=True)
             own = self.choosing.own_colours(slide, plan)
             if isinstance(own, str):
                 raise SlideError(own)
