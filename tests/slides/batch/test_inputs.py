@@ -157,7 +157,7 @@ def test_slides_are_named_with_or_without_suffix(tmp_path, text):
     [
         ("", "has no column slide or slide_id"),
         ("slide,label\na,b\n", "has no column split"),
-        ("slide;label;split\na;b;train\n", "its header is slide;label;split"),
+        ("slide:label:split\na:b:train\n", "its columns are slide:label:split"),
         ("slide,label,split\na,g,train\nb.1,g,val\nc,g,val\n", "names c, not among"),
         ("slide,label,split\na,g,train\n", r"no line for b\.1\.tiff"),
         ("slide,label,split\na,g,train\na.svs,g,val\n", "line 3.*is a duplicate"),
