@@ -213,23 +213,9 @@ def own_dataset(h5: h5py.File, name: str) -> h5py.Dataset:
         if not isinstance(link, h5py.HardLink):
             raise ValueError(f"{part} is a link, which is not allowed in shards")
         dataset = h5[part]
-    return checked_dataset(dataset, name)
-
-
-def checked_dataset(dataset: Any, name: str) -> h5py.Dataset:
-    """Check that an object is a dataset with its values in its file.
-
-    Raises:
-        ValueError: it is not.
-    """
     if not isinstance(dataset, h5py.Dataset):
         raise ValueError(f"{name} is not a dataset")
-    if is_elsewhere(dataset):
+    settings = dataset.id.get_create_plist()  # the shape may be in other files, too
+    if settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count():
         raise ValueError(f"{name} has values in other files, which is not allowed in shards")
     return dataset
-
-
-def is_elsewhere(dataset: h5py.Dataset) -> bool:
-    """Whether a dataset has values in other files, which reading its shape may open."""
-    settings = dataset.id.get_create_plist()
-    return bool(settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count())

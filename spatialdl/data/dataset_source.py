@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class DatasetSource:
         self._last: tuple[tuple[int, int], Decoded] | None = None
         self.channels = 0  # unknown before the first sample
         first = self._decoded(0, 0)
-        self._form = form.with_dims(first.pixels)
+        self._form = replace(form, dims=first.pixels.ndim - 1)
         self.channels, self.dtype = first.pixels.shape[-1], first.pixels.dtype
         self._target_shape = () if self.has_masks else first.target.shape
         self._last = (0, 0), first

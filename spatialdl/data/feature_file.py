@@ -183,7 +183,13 @@ def write_features(
         ValueError: invalid shapes or types.
         OSError: it cannot be written.
     """
-    _check_arrays(features, coords)
+    if features.ndim != 2 or features.dtype.kind != "f":
+        raise ValueError(
+            f"features are {features.dtype} of shape {features.shape}, expected floats "
+            "(tiles, width)"
+        )
+    if coords is not None and coords.shape != (len(features), 2):
+        raise ValueError(f"coords have shape {coords.shape}, expected ({len(features)}, 2)")
     path.parent.mkdir(parents=True, exist_ok=True)
     with unfinished(path) as temporary, h5py.File(temporary, "w") as h5:
         rows = max(1, min(_ROWS_A_CHUNK, len(features)))
@@ -194,13 +200,3 @@ def write_features(
             h5.create_dataset(COORDS, data=coords.astype(np.int64))
             h5[COORDS].attrs.update(dict(attributes or {}))
     return FeatureFile.open(path)
-
-
-def _check_arrays(features: npt.NDArray[Any], coords: npt.NDArray[Any] | None) -> None:
-    if features.ndim != 2 or features.dtype.kind != "f":
-        raise ValueError(
-            f"features are {features.dtype} of shape {features.shape}, expected floats "
-            "(tiles, width)"
-        )
-    if coords is not None and coords.shape != (len(features), 2):
-        raise ValueError(f"coords have shape {coords.shape}, expected ({len(features)}, 2)")

@@ -3,7 +3,7 @@
 All files are written to a hidden sibling folder (on the same file system, so that the last step is
 a rename). An interrupted run leaves at most that sibling, which is not a data set and is named
 after the target; the next run removes or resumes it. The folder itself, old or new, is always
-complete. Ranks that write one data set exchange their errors, so no rank waits for a failed one.
+complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
 
 from spatialdl.common.files import FileLock, apply_umask, check_own, fsync_folder, load_json
 from spatialdl.data.format import MANIFEST
@@ -246,34 +245,3 @@ def holds_results(folder: Path) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-class Comm(Protocol):
-    """The subset of an mpi4py communicator that is used here."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def allgather(self, sendobj: Any) -> list[Any]:
-        """The objects of all ranks, in rank order."""
-
-
-def agree(comm: Comm, error: BaseException | None) -> None:
-    """Raise on all ranks if one failed; every rank passes its error or None.
-
-    Raises:
-        ShardError: another rank failed; with its rank and error.
-        BaseException: `error` itself, if not None.
-    """
-    problem = None if error is None else f"{type(error).__name__}: {error}"
-    problems = comm.allgather(problem)
-    if error is not None:
-        raise error
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise ShardError(f"rank {rank} failed, so no data set was written: {problem}")

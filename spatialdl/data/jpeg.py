@@ -48,6 +48,16 @@ def check_channels(channels: int) -> None:
         )
 
 
+def check_codec(codec: str) -> None:
+    """Reject encoded images for other codecs.
+
+    Raises:
+        ValueError: `codec` is not "jpeg".
+    """
+    if codec != "jpeg":
+        raise ValueError(f"image is encoded but codec is {codec!r}; use codec='jpeg'")
+
+
 def encode(chunk: Pixels, quality: int = QUALITY) -> JpegStream:
     """Encode a chunk, (rows, cols, 1 or 3) uint8, without chroma subsampling.
 

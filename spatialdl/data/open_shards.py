@@ -151,26 +151,18 @@ class OpenShards:
     def distrust(self, info: ShardInfo, why: object) -> None:
         """Read a shard from its source from now on: its local copy is unusable."""
         with self._lock:
-            if info.file in self._distrusted:
+            local, host = self.local, socket.gethostname()
+            if local is None or info.file in self._distrusted:
                 return
             self._distrusted.add(info.file)
             self._shards.pop(info.file, None)
-        if self.local is not None and not self.local.is_dir():
-            self._warn_gone(self.local)
-        elif self.local is not None and _is_first(self.local / f".distrusted-{info.file}"):
-            log.warning(
-                "%s: the copy of %s in %s is unusable (%s); reading it from %s",
-                *(socket.gethostname(), info.file, self.local, why, self._folder),
-            )
-
-    def _warn_gone(self, local: Path) -> None:
-        """Warn once per process that all copies have vanished."""
-        with self._lock:
-            if local in self._gone:
-                return
-            self._gone.add(local)
-        host = socket.gethostname()
-        log.warning("%s: the copies in %s are gone; reading from %s", host, local, self._folder)
+            if not local.is_dir():
+                self.local = None
+                text = "%s: the copies in %s are gone; reading from %s"
+                log.warning(text, host, local, self._folder)
+            elif _is_first(local / f".distrusted-{info.file}"):
+                text = "%s: the copy of %s in %s is unusable (%s); reading it from %s"
+                log.warning(text, host, info.file, local, why, self._folder)
 
     def _is_current(self, shard: OpenShard, info: ShardInfo) -> bool:
         """Whether to keep reading from an open shard, as of the last check."""
@@ -227,7 +219,6 @@ class OpenShards:
         self._known: dict[str, Identity] = {}
         self._arrived: set[str] = set()
         self._distrusted: set[str] = set()
-        self._gone: set[Path] = set()
 
     def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Path | None]]:
         return OpenShards, (self._folder, self.local)

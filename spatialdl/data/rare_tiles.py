@@ -95,7 +95,7 @@ def draw_tile(rng: np.random.Generator, side: int, kind: str | None) -> Pixels:
     if kind is not None:
         _place(image, rng, rng.uniform(6, 8), kind)
     image += rng.normal(0, 5, image.shape)
-    return image.clip(0, 255).astype(np.uint8)
+    return np.asarray(image.clip(0, 255), np.uint8)
 
 
 def _place(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from spatialdl.data.codec import Coding
 from spatialdl.data.format import NO_LABEL, chunk_size, stored_bytes, volume_chunk
 from spatialdl.data.image_source import as_image, as_mask, image_dtype, image_shape
-from spatialdl.data.jpeg import EncodedImage, checked_stream, grid_of
+from spatialdl.data.jpeg import EncodedImage, check_codec, checked_stream, grid_of
 from spatialdl.data.samples import RegionBand, RegionSample, VolumeSample
 from spatialdl.data.shard_file import Chunks, ImageRows, ShardFile, ShardSeries
 from spatialdl.layout.layout import even_bounds
@@ -105,9 +105,7 @@ class RegionShards(ShardSeries):
     def _check(self, image: ImageRows | EncodedImage, mask: ImageRows | None) -> None:
         *size, channels = image_shape(image.shape, self._spatial)
         if isinstance(image, EncodedImage):
-            if self._coding.codec != "jpeg":
-                codec = self._coding.codec
-                raise ValueError(f"image is encoded but codec is {codec!r}; use codec='jpeg'")
+            check_codec(self._coding.codec)
             grid_of(image)
         if mask is not None and tuple(mask.shape) != tuple(size):
             shown = " x ".join(map(str, size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,10 +69,6 @@ class SampleForm:
         if self.task == "classification":
             return Decoded(pixels, _class(target))
         return Decoded(pixels, _numbers(target, binary=self.task == "multilabel"))
-
-    def with_dims(self, pixels: Pixels) -> SampleForm:
-        """A copy for images with as many dims as these pixels."""
-        return replace(self, dims=pixels.ndim - 1)
 
     def parts(self, sample: Any) -> tuple[Any, Any]:
         """Image and target.

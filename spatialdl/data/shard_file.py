@@ -209,6 +209,7 @@ class Settling:
     def abort(self) -> None:
         """Cancel queued shards; return when no write is in progress."""
         self._thread.shutdown(cancel_futures=True)
+        self._shards.clear()
 
 
 class ShardSeries:

@@ -8,6 +8,7 @@ direction, their number. Volumes and signals are generated in the same way; `Syn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import sqrt
 from typing import Any, NamedTuple
@@ -102,12 +103,14 @@ def along(box: tuple[int, ...], size: tuple[int, ...], angle: float) -> npt.NDAr
     """
     if len(size) == 1:
         return np.arange(box[0], box[1], dtype=np.float64) / size[0] * (1 + angle)
-    far = np.zeros(())
-    for number, ((first, end), extent) in enumerate(zip(pairs(box), size, strict=True)):
-        part = np.cos(angle) if number == len(size) - 1 else np.sin(angle)
-        places = np.arange(first, end, dtype=np.float64) / extent
-        far = far[..., None] + places * part
-    return far
+    directions = [np.sin(angle)] * (len(size) - 1) + [np.cos(angle)]
+    places = zip(_grid(pairs(box)), size, directions, strict=True)
+    return sum((at / extent * part for at, extent, part in places), np.zeros(()))
+
+
+def _grid(spans: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Coordinates along each dim, which broadcast to an image of these (start, stop)."""
+    return np.ogrid[tuple(slice(*span) for span in spans)]  # type: ignore[no-any-return]
 
 
 def noise(key: np.uint64, box: tuple[int, ...], channels: int) -> npt.NDArray[np.int16]:
@@ -191,9 +194,8 @@ def _draw(mask: Pixels, box: tuple[int, ...], disc: Disc) -> None:
     ]
     if any(start >= stop for start, stop in inside):
         return
-    squares = np.zeros((), np.int64)
-    for (start, stop), place in zip(inside, disc.centre, strict=True):
-        squares = squares[..., None] + (np.arange(start, stop, dtype=np.int64) - place) ** 2
+    places = zip(_grid(inside), disc.centre, strict=True)
+    squares = sum(((at - place) ** 2 for at, place in places), np.zeros((), np.int64))
     window = tuple(
         slice(start - first, stop - first)
         for (start, stop), (first, _) in zip(inside, pairs(box), strict=True)

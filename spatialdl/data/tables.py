@@ -19,9 +19,9 @@ import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
-from zipfile import BadZipFile
 
 from spatialdl.common.files import save_table, storable
 from spatialdl.common.packages import needed
@@ -145,8 +145,8 @@ class SlideTable:
                 unknown.append(row.name)
             elif name in found:
                 raise ValueError(
-                    f"{row.where}: {row.name!r} and {found[name].name!r} of {found[name].where} "
-                    f"both match {name!r}: keep one, or use its exact name"
+                    f"{row.where}: {found[name].name!r} and {row.name!r} both match slide "
+                    f"{name!r}: keep one, or use its exact name"
                 )
             else:
                 found[name] = row
@@ -355,31 +355,31 @@ def read_predicted(path: Path) -> Columns:
     Raises:
         ValueError: it cannot be read, or a line has more or fewer cells than the header.
     """
-    head, lines = read_cells(path, stripped=False)
+    head, lines = read_cells(path, ours=True)
     if not head:
         raise ValueError(f"cannot read {path}: it is empty")
     return {name: [cells[k] for cells in lines.values()] for k, name in enumerate(head)}
 
 
-def read_cells(
-    path: Path, *, stripped: bool = True
-) -> tuple[tuple[str, ...], dict[int, list[str]]]:
+def read_cells(path: Path, *, ours: bool = False) -> tuple[tuple[str, ...], dict[int, list[str]]]:
     """The header of a table, and its other lines by number, without empty ones.
 
     Args:
         path: a file `.xlsx`, of which the first sheet is read, `.parquet`, or text.
-        stripped: remove white space around cells.
+        ours: whether spatialdl wrote it: separated by commas, and white space around cells is kept.
 
     Raises:
         ValueError: the file is missing or malformed, a package is missing, or a line has more or
             fewer cells than the header; with the line.
     """
-    read = {".xlsx": _excel_lines, ".parquet": _parquet_lines}.get(path.suffix.lower(), _text_lines)
+    kinds: dict[str, Callable[[Path], list[list[str]]]]
+    kinds = {".xlsx": _excel_lines, ".parquet": _parquet_lines}
+    as_text = partial(_text_lines, delimiters="," if ours else ",;\t")
     try:
-        head, *lines = read(path) or [[]]
+        head, *lines = kinds.get(path.suffix.lower(), as_text)(path) or [[]]
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, NotImplementedError, BadZipFile) as error:
+    except Exception as error:  # readers raise arbitrary errors for damaged files
         raise ValueError(f"cannot read {path}: {error}") from error
     rows = {}
     for number, cells in enumerate(lines, start=2):
@@ -390,11 +390,11 @@ def read_cells(
             raise ValueError(
                 f"{path} line {number} has {len(texts)} cells, but the header has {len(head)}"
             )
-        rows[number] = texts if stripped else cells
+        rows[number] = cells if ours else texts
     return tuple(name.strip() for name in head), rows
 
 
-def _text_lines(path: Path) -> list[list[str]]:
+def _text_lines(path: Path, delimiters: str) -> list[list[str]]:
     content = path.read_bytes()
     try:
         text = content.decode("utf-16" if content.startswith(_BYTE_ORDERS) else "utf-8-sig")
@@ -409,7 +409,7 @@ def _text_lines(path: Path) -> list[list[str]]:
     before = csv.field_size_limit(sys.maxsize)
     try:
         head = text.partition("\n")[0]
-        return parse(text, max(",;\t", key=lambda one: len((parse(head, one) or [""])[0])))
+        return parse(text, max(delimiters, key=lambda one: len((parse(head, one) or [[]])[0])))
     except csv.Error as error:
         raise ValueError(f"it is not a CSV file: {error}") from error
     finally:

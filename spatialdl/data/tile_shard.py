@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from spatialdl.data.codec import Coding
 from spatialdl.data.format import NO_LABEL, chunk_size, stored_bytes
 from spatialdl.data.image_source import as_image, as_mask
-from spatialdl.data.jpeg import EncodedImage, checked_stream, grid_of
+from spatialdl.data.jpeg import EncodedImage, JpegStream, check_codec, checked_stream, grid_of
 from spatialdl.data.samples import TileSample
 from spatialdl.data.shard_file import Chunks, ShardFile, ShardSeries
 
@@ -47,45 +48,36 @@ class TileShards(ShardSeries):
 
     def add(
         self,
-        image: npt.NDArray[Any],
+        image: npt.NDArray[Any] | EncodedImage,
         mask: npt.NDArray[Any] | None,
         known: dict[str, Any],
     ) -> None:
-        """Append one tile; `known` is its label, split, slide, x and y."""
-        pixels = as_image(image)
-        rows, cols, channels = pixels.shape
-        classes = None if mask is None else as_mask(mask, (rows, cols))
-        self._check_same((rows, cols, channels), pixels.dtype, classes is not None, self._chunk)
-        file = self._open.get(0) or self._start()
-        images = self._stacks["images"]
-        images.write(pixels, number=images.grow())
-        self._end_sample(file, classes, known)
+        """Append one tile; `known` is its label, split, slide, x and y.
 
-    def add_encoded(
-        self, image: EncodedImage, mask: npt.NDArray[Any] | None, known: dict[str, Any]
-    ) -> None:
-        """Append one tile with chunks that are JPEG streams; they are stored unchanged.
+        Streams of an encoded tile are stored unchanged, as chunks.
 
         Raises:
-            ValueError: a stream is damaged, or its shape is not the chunk's; nothing is added.
+            ValueError: the tile differs from earlier ones, a stream is damaged, or its shape is
+                not the chunk's; nothing is added.
         """
-        if self._coding.codec != "jpeg":
-            codec = self._coding.codec
-            raise ValueError(f"image is encoded but codec is {codec!r}; use codec='jpeg'")
-        (high, wide), (down, across) = image.chunk, grid_of(image)
-        rows, cols, channels = image.shape
-        classes = None if mask is None else as_mask(mask, (rows, cols))
-        # All streams are checked before any is stored.
-        streams = {
-            (row * high, col * wide): checked_stream(image, row, col)
-            for row in range(down)
-            for col in range(across)
-        }
-        byte = np.dtype(np.uint8)
-        self._check_same((rows, cols, channels), byte, classes is not None, (high, wide))
+        streams: dict[tuple[int, int], JpegStream] = {}
+        if isinstance(image, EncodedImage):
+            check_codec(self._coding.codec)
+            (high, wide), (down, across) = image.chunk, grid_of(image)
+            places = product(range(down), range(across))
+            # All streams are checked before any is stored.
+            streams = {(r * high, c * wide): checked_stream(image, r, c) for r, c in places}
+            shape, dtype, chunk = image.shape, np.dtype(np.uint8), image.chunk
+        else:
+            image = as_image(image)
+            shape, dtype, chunk = image.shape, image.dtype, self._chunk
+        classes = None if mask is None else as_mask(mask, shape[:2])
+        self._check_same(shape, dtype, classes is not None, chunk)
         file = self._open.get(0) or self._start()
         images = self._stacks["images"]
         number = images.grow()
+        if isinstance(image, np.ndarray):
+            images.write(image, number=number)
         for (row, col), stream in streams.items():
             images.write_stream(stream, row, col, number)
         self._end_sample(file, classes, known)

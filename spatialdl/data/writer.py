@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.codec import LEVEL, QUALITY, Codec, Coding
-from spatialdl.data.folder import Comm, FolderInProgress, agree, check_target
+from spatialdl.data.folder import FolderInProgress, check_target
 from spatialdl.data.format import KINDS, Kind, Manifest
 from spatialdl.data.joining import join_parts, part_folder, remove_parts
 from spatialdl.data.jpeg import EncodedImage
@@ -25,6 +25,21 @@ from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import ShardError
 
 DEFAULT_SHARD_SIZE = 512 * 2**20
+
+
+class Comm(Protocol):
+    """The subset of an mpi4py communicator that is used here."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """The objects of all ranks, in rank order."""
 
 
 class ShardWriter:
@@ -182,13 +197,10 @@ class ShardWriter:
         if isinstance(self._shards, TileShards):
             if mpp is not None:
                 raise ValueError("mpp is set for one tile; tiles share the mpp of the ShardWriter")
-            classes = None if mask is None else np.asarray(mask)
-            if isinstance(image, EncodedImage):
-                self._shards.add_encoded(image, classes, known)
-            else:
+            if not isinstance(image, EncodedImage):
                 image = np.asarray(image)
                 _check_channels_last(image.shape, self._kind)
-                self._shards.add(image, classes, known)
+            self._shards.add(image, None if mask is None else np.asarray(mask), known)
         else:
             rows = _rows(image)
             _check_channels_last(rows.shape, self._kind)
@@ -202,7 +214,7 @@ class ShardWriter:
         """
         if self._open:
             self._open = False
-            self._end(None)
+            self._end()
 
     def abort(self) -> None:
         """Discard all that was written; with `comm`, on all ranks."""
@@ -245,27 +257,24 @@ class ShardWriter:
         with _agreed(comm):
             return FolderInProgress(part_folder(self._target, self._part))
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         """Publish the folder, or discard it and raise if this or another rank failed."""
+        joins = self._comm is not None and self._comm.rank == 0
         try:
-            if error is not None:
-                raise error
-            self._finish()
-        except BaseException as found:
-            error = found
-            self._drop()
-        if self._comm is None:
-            if error is not None:
-                raise error
-            return
-        try:
-            agree(self._comm, error)
             with _agreed(self._comm):
-                if self._comm.rank == 0:
+                try:
+                    if error is not None:
+                        raise error
+                    self._finish()
+                except BaseException:
+                    self._drop()
+                    raise
+            with _agreed(self._comm):
+                if self._comm is not None and joins:
                     parts = [f"{rank:05d}" for rank in range(self._comm.size)]
                     join_parts(self._target, parts, overwrite=self._overwrite)
         except BaseException:
-            if self._comm.rank == 0:
+            if joins:
                 remove_parts(self._target)
             raise
 
@@ -333,16 +342,25 @@ class _AbortedError(Exception):
 
 @contextmanager
 def _agreed(comm: Comm | None) -> Iterator[None]:
-    """Raise on all ranks at the end of the block if one rank raised."""
+    """Raise on all ranks at the end of the block if one rank raised.
+
+    Raises:
+        ShardError: another rank failed; with its rank and error.
+    """
     if comm is None:
         yield
         return
-    error = None
+    own = None
     try:
         yield
-    except BaseException as found:
-        error = found
-    agree(comm, error)
+    except BaseException as error:
+        own = error
+    problems = comm.allgather(None if own is None else f"{type(own).__name__}: {own}")
+    if own is not None:
+        raise own
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise ShardError(f"rank {rank} failed, so no data set was written: {problem}")
 
 
 def _check_sizes(shard_size: int, kind: str, stripes: int) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 import numpy as np
+import torch
 
 from spatialdl.data.batches import Batching
 from spatialdl.data.views import Views
@@ -51,6 +53,49 @@ class Numbers:
 
     def read_mask(self, sample, box=None):
         return self.read(sample, box)[..., 1]
+
+
+class Snoop(Numbers):
+    """Reports the state of its process."""
+
+    def read(self, sample, box=None):
+        from mpi4py import rc
+
+        facts = [
+            os.getpid(),
+            "mpi4py.MPI" in sys.modules,
+            rc.initialize,
+            torch.get_num_threads(),
+            int(os.environ["OMP_NUM_THREADS"]),
+            len(os.listdir("/proc/self/task")) <= 4,  # this one, and those that send
+        ]
+        return np.array(facts, np.int64).reshape(1, 1, 6).repeat(8, 0).repeat(6, 1)
+
+
+class Unpicklable(Numbers):
+    def __reduce__(self):
+        raise TypeError("cannot pickle an open file")
+
+
+class Stubborn(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Odd(Numbers):
+    def read(self, sample, box=None):
+        raise Stubborn("rain", "snow")
+
+
+class Slow(Numbers):
+    """Blocks the start of its process until a pipe is written to."""
+
+    gate = ""
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        with open(self.gate) as gate:
+            gate.read()
 
 
 def views(samples: int, **how) -> Views:

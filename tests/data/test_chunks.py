@@ -255,52 +255,41 @@ def test_filters_are_the_registered_ones_and_masks_bear_no_loss() -> None:
     assert filters_of("zstd", WORD) == [2, 32015, 3]
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("quality", [50, 90, 100])
-def test_pixels_are_those_of_any_decoder(channels: int, quality: int) -> None:
-    chunk = picture(67, 131, channels)
-    stream = encode(chunk, quality)
-    got = jpeg.decode(stream, chunk.shape)
-    assert (got.shape, got.dtype) == (chunk.shape, np.uint8)
-    right = simplejpeg.decode_jpeg(bytes(stream), "GRAY" if channels == 1 else "RGB")
-    assert (got == right).all()
-    colours = ("GRAY", "Gray") if channels == 1 else ("RGB", "444")
-    assert stream == simplejpeg.encode_jpeg(chunk, quality, *colours)
-    assert np.abs(got.astype(int) - chunk).mean() < {50: 16, 90: 8, 100: 1}[quality]
-    part = chunk[3:60, 7:50]
-    assert encode(part) == encode(part.copy())
+def test_pixels_are_those_of_any_decoder() -> None:
+    for channels in (1, 3):
+        chunk = picture(67, 131, channels)
+        stream = encode(chunk, 90)
+        got = jpeg.decode(stream, chunk.shape)
+        assert (got.shape, got.dtype) == (chunk.shape, np.uint8)
+        assert (got.squeeze() == imagecodecs.jpeg8_decode(stream)).all()
+        assert np.abs(got.astype(int) - chunk).mean() < 8
+        assert len(encode(chunk, 50)) < len(stream) < len(encode(chunk, 100))
+        part = chunk[3:60, 7:50]
+        assert encode(part) == encode(part.copy())
 
 
-@pytest.mark.parametrize("shape", [(16, 24, 1), (24, 16, 3), (8, 24, 3)])
-def test_another_shape_is_refused(shape: tuple[int, int, int]) -> None:
-    stream = encode(picture(16, 24))
-    rows, cols, channels = shape
-    says = f"the JPEG is 16 x 24 with 3 channels, expected {rows} x {cols} with {channels}"
-    for ask, one in ((jpeg.decode, bytes(stream)), (checked, bytes(stream)), (checked, stream)):
-        with pytest.raises(ValueError, match=says):
-            ask(one, shape)
-
-
-def test_other_channels_and_colours_are_refused() -> None:
+def test_what_is_no_whole_jpeg_of_a_shape_is_refused() -> None:
+    stream, shape = encode(picture(16, 24)), (16, 24, 3)
+    whole = bytes(stream)
+    other = r"the JPEG is 16 x 24 with 3 channels, expected 8 x 24 with 1 channel$"
+    damaged = (b"", b"abc", bytes(99), whole[:-2], whole[:300], whole[10:])
+    for given, wanted, says in [
+        *((one, (8, 24, 1), other) for one in (stream, whole)),
+        (imagecodecs.jpeg8_encode(picture(16, 24, 4)), shape, "colours CMYK"),
+        *((one, shape, r".") for one in damaged),
+    ]:
+        for ask in (jpeg.decode, checked):
+            with pytest.raises(ValueError, match=says):
+                ask(given, wanted)
     with pytest.raises(ValueError, match="4 channels, but codec 'jpeg' supports 1 or 3"):
         encode(np.zeros((8, 8, 4), np.uint8))
-    with pytest.raises(ValueError, match="colours CMYK"):
-        jpeg.decode(imagecodecs.jpeg8_encode(picture(16, 24, 4)), (16, 24, 3))
-
-
-@pytest.mark.parametrize("bad", [b"", b"abc", bytes(99), slice(-2), slice(300), slice(10, None)])
-def test_what_is_no_whole_jpeg_is_refused(bad: bytes | slice) -> None:
-    stream = bytes(encode(picture(64, 64)))
-    for ask in (jpeg.decode, checked):
-        with pytest.raises(ValueError, match=r"."):
-            ask(stream[bad] if isinstance(bad, slice) else bad, (64, 64, 3))
 
 
 def test_the_check_finds_the_damage_that_decoding_finds() -> None:
     whole = [bytes(encode(picture(96, 80), quality)) for quality in (60, 95)]
     whole.append(simplejpeg.encode_jpeg(picture(96, 80), 80, colorsubsampling="420"))
     found = 0
-    for number in range(300):
+    for number in range(160):
         stream = bytearray(whole[number % 3])
         at = int(RANDOM.integers(2, len(stream)))
         kind = number % 4
@@ -320,7 +309,7 @@ def test_the_check_finds_the_damage_that_decoding_finds() -> None:
                 checked(bytes(stream), (96, 80, 3))
         else:
             assert checked(bytes(stream), (96, 80, 3)) == bytes(stream)
-    assert 100 < found < 300
+    assert 50 < found < 160
 
 
 def test_a_stream_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

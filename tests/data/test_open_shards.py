@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 from pathlib import Path
@@ -101,11 +100,9 @@ def test_few_files_are_open_and_descriptors_given_back(shards, infos, monkeypatc
     assert all(is_read(shards, infos, number) for number in range(4))
     assert 4 <= held() <= 12
     shards.close()
-    gc.collect()
     assert held() == 0
     monkeypatch.setattr(open_shards, "_OPEN_SHARDS", 2)
     assert all(is_read(shards, infos, number) for number in range(4))
-    gc.collect()
     assert 2 <= held() <= 6
     shards.close()
 

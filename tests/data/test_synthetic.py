@@ -14,7 +14,7 @@ sizes = st.integers(1, 3).flatmap(lambda dims: st.tuples(*[st.integers(1, 45 // 
 """Of signals, images and volumes."""
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.sampled_from(["stripes", "masks", "targets"]), st.integers(0, 3), st.data())
 def test_any_box_is_the_slice_of_the_whole(kind, sample, data):
     size = (19, 23) if kind == "targets" else data.draw(sizes)

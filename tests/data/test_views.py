@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from itertools import permutations, product
 
+import hypothesis
 import nibabel
 import numpy as np
 import pytest
@@ -80,6 +81,7 @@ settings = st.builds(
 )
 
 
+@hypothesis.settings(max_examples=25)
 @given(st.data(), st.tuples(side, side), st.tuples(side, side), settings)
 def test_a_box_is_that_of_the_whole_view(data, stored, size, augmentation):
     dtype = data.draw(st.sampled_from(["uint8", "uint16", "float32"]))
@@ -316,11 +318,8 @@ LUMA = [0.299, 0.587, 0.114]
         ({"crop": "corner"}, "data.augment.crop=corner is unknown: take centre or random"),
         ({"rotate": 90}, "data.augment.rotate=90 must be true or false"),
         ({"flip": 1.5}, "data.augment.flip=1.5 is out of range: use a number from 0 .* to 1$"),
-        ({"flip": True}, "data.augment.flip=True is out of range"),
         ({"hue": 0.51}, "data.augment.hue=0.51 is out of range: .* to 0.5$"),
-        ({"blur": -1}, "data.augment.blur=-1 is out of range: .* to 16$"),
         ({"stain": float("nan")}, "data.augment.stain=nan is out of range"),
-        ({"contrast": "much"}, "data.augment.contrast=much is out of range"),
         ({"saturation": None}, "data.augment.saturation=None is out of range"),
     ],
 )
@@ -357,7 +356,6 @@ def test_draws_fill_their_ranges():
     draws = [draw(ALL, 0, epoch, sample) for epoch in range(10) for sample in range(100)]
     for values, low, high in [
         ([d.crop[0] for d in draws], 0, 1),
-        ([d.crop[1] for d in draws], 0, 1),
         ([d.brightness for d in draws], 0.8, 1.2),
         ([d.contrast for d in draws], 0.7, 1.3),
         ([d.saturation for d in draws], 0.6, 1.4),
@@ -371,12 +369,8 @@ def test_draws_fill_their_ranges():
         assert high >= max(values) > high - margin
         assert np.mean(values) == pytest.approx((low + high) / 2, abs=0.05 * (high - low))
     assert np.bincount([d.turns for d in draws]).tolist() == pytest.approx([250] * 4, abs=60)
-    for count in (
-        sum(d.flip_rows for d in draws),
-        sum(d.flip_cols for d in draws),
-        sum(d.flip_rows == d.flip_cols for d in draws),
-    ):
-        assert count == pytest.approx(500, abs=80)
+    both = [2 * d.flip_rows + d.flip_cols for d in draws]
+    assert np.bincount(both).tolist() == pytest.approx([250] * 4, abs=60)
 
 
 def test_brightness_contrast_and_saturation():

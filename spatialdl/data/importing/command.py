@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,17 @@ from spatialdl.data.importing.volumes import import_volumes
 from spatialdl.data.options import add_shard_options
 
 _OK, _FAILED = 0, 1
-_SETTINGS = (*("codec", "quality", "level", "shard_size", "mpp", "overwrite", "stripes"),)
+_IMPORTS: dict[str, Callable[..., list[str]]] = {
+    "images": import_images,
+    "clam": import_clam,
+    "volumes": import_volumes,
+}
+_COMMON = ("labels", "skip_broken", "codec", "quality", "level", "shard_size", "overwrite")
+_SETTINGS = {
+    "images": (*_COMMON, "mpp", "stripes", "column", "skip_unmatched", "rgb", "jobs"),
+    "clam": (*_COMMON, "mpp"),
+    "volumes": (*_COMMON, "stripes", "masks"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,28 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 1 if nothing was written.
     """
     options = _parser().parse_args(argv)
-    given = {name: getattr(options, name, None) for name in _SETTINGS}
+    given = {name: getattr(options, name, None) for name in _SETTINGS[options.kind]}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    more = {"skip_broken": options.skip_broken, **settings}
     try:
         with warnings.catch_warnings(record=True) as remarks:
             warnings.simplefilter("always", UserWarning)
-            if options.kind == "images":
-                table = {"column": options.column, "skip_unmatched": options.skip_unmatched}
-                skipped = import_images(
-                    options.folder,
-                    options.out,
-                    labels=options.labels,
-                    rgb=options.rgb,
-                    jobs=options.jobs,
-                    **table,
-                    **more,
-                )
-            elif options.kind == "volumes":
-                paths: dict[str, Any] = {"masks": options.masks, "labels": options.labels}
-                skipped = import_volumes(options.folder, options.out, **paths, **more)
-            else:
-                skipped = import_clam(options.files, options.out, labels=options.labels, **more)
+            skipped = _IMPORTS[options.kind](options.inputs, options.out, **settings)
     except BrokenImagesError as error:
         print("\n  ".join([f"error: {error}:", *error.broken]), file=sys.stderr)
         return _FAILED
@@ -80,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = made.add_subparsers(dest="kind", required=True, metavar="images|clam|volumes")
     images = kinds.add_parser("images", help="a folder of images: class folders, or a table")
     images.add_argument(
-        "folder",
+        "inputs",
         type=Path,
         metavar="FOLDER",
         help="with CLASS/image.png, or train|val|test/CLASS/image.png; with --labels, images at "
@@ -115,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     clam = kinds.add_parser("clam", help="CLAM patch files")
     clam.add_argument(
-        "files", nargs="+", type=Path, metavar="FILES", help="one per slide, or folders of them"
+        "inputs", nargs="+", type=Path, metavar="FILES", help="one per slide, or folders of them"
     )
     clam.add_argument(
         "--labels", type=Path, metavar="CSV", help="columns slide_id,label, and optionally split"
@@ -124,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "volumes", help="a folder of NIfTI, NRRD, TIFF, OME-TIFF, OME-Zarr or DICOM"
     )
     volumes.add_argument(
-        "folder",
+        "inputs",
         type=Path,
         metavar="FOLDER",
         help="with NAME.nii.gz, .nrrd, .tif, .ome.zarr, or folders NAME of DICOM series",

@@ -1,8 +1,9 @@
 """The process that copies shards to the disk of a node, one for all ranks there.
 
-It reads an `Order` as a line of JSON from standard input and reports events as lines of JSON on
-standard output. It cleans up and exits when its input is closed, however the job ended, so it
-ignores the signals that launchers and terminals send to all processes.
+It reads the arguments of `Copier`, and whether copies stay when the job ends (`keep`), as a line of
+JSON from standard input, and reports events as lines of JSON on standard output. It cleans up and
+exits when its input is closed, however the job ended, so it ignores the signals that launchers and
+terminals send to all processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import NodeCache, StagedJob
@@ -44,32 +45,6 @@ What = Literal["copied", "reused", "left", "unreadable", "damaged", "moved", "do
 
 
 @dataclass(frozen=True)
-class Order:
-    """The task of a copier.
-
-    Attributes:
-        source: the data set folder.
-        disk: folder of the cache, see `NodeCache`.
-        job: folder of the job in the cache.
-        shards: file, bytes and SHA-256 of each, in the order in which they are read.
-        keep: whether copies stay when the job ends.
-    """
-
-    source: str
-    disk: str
-    job: str
-    shards: Sequence[tuple[str, int, str]]
-    keep: bool
-
-    def to_line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_line(cls, line: str) -> Order:
-        return cls(**json.loads(line))
-
-
-@dataclass(frozen=True)
 class ShardEvent:
     """Outcome of a shard; `why` is the reason if it is not staged, or its damage.
 
@@ -83,20 +58,31 @@ class ShardEvent:
 
 
 class Copier:
-    """Copies the shards of an order, several at once.
+    """Copies shards, several at once.
 
     Args:
+        source: the data set folder.
+        disk: folder of the cache, see `NodeCache`.
+        job: folder of the job in the cache.
+        shards: file, bytes and SHA-256 of each, in the order in which they are read.
         report: called with each event.
         stopped: set when the job has ended.
     """
 
     def __init__(
-        self, order: Order, report: Callable[[ShardEvent], object], stopped: threading.Event
+        self,
+        source: str,
+        disk: str,
+        job: str,
+        shards: Sequence[tuple[str, int, str]],
+        *,
+        report: Callable[[ShardEvent], object],
+        stopped: threading.Event,
     ) -> None:
-        self._source, self._cache = Path(order.source), NodeCache(Path(order.disk))
-        self._job = StagedJob(self._cache, Path(order.job))
+        self._source, self._cache = Path(source), NodeCache(Path(disk))
+        self._job = StagedJob(self._cache, Path(job))
         self._room = DiskSpace(self._job.path)
-        self._todo = deque(ShardInfo(*shard, samples=0) for shard in order.shards)
+        self._todo = deque(ShardInfo(*shard, samples=0) for shard in shards)
         self._report, self._stopped = report, stopped
         self._broken = ""
         self._moved, self._reported_at = 0, time.monotonic()
@@ -123,17 +109,14 @@ class Copier:
             except IndexError:
                 return
             try:
-                self._report(self._stage(info))
+                what, why = self._outcome(info)
+                self._report(ShardEvent(what, info.file, info.bytes, why))
             except BusyError:  # another job's copier writes it: check the result later
                 self._count_foreign(info)
                 self._todo.append(info)
                 self._stopped.wait(_LOOK_AGAIN_S)
             except StoppedError:
                 return
-
-    def _stage(self, info: ShardInfo) -> ShardEvent:
-        what, why = self._outcome(info)
-        return ShardEvent(what, info.file, info.bytes, why)
 
     def _outcome(self, info: ShardInfo) -> tuple[What, str]:
         """Stage a shard; return the outcome and its reason."""
@@ -222,7 +205,8 @@ def main() -> None:
     """Execute the order on standard input; clean up when the input is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    order = Order.from_line(sys.stdin.readline())
+    order: dict[str, Any] = json.loads(sys.stdin.readline())
+    keep = order.pop("keep")
     stopped, writing = threading.Event(), threading.Lock()
 
     def report(event: ShardEvent) -> None:
@@ -236,10 +220,10 @@ def main() -> None:
     waiting = threading.Thread(target=wait_for_end_of_input, daemon=True)
     waiting.start()
     try:
-        Copier(order, report, stopped).run()
+        Copier(**order, report=report, stopped=stopped).run()
         waiting.join()
     finally:
-        NodeCache(Path(order.disk)).leave(Path(order.job), keep=order.keep)
+        NodeCache(Path(order["disk"])).leave(Path(order["job"]), keep=keep)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

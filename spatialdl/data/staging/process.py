@@ -20,7 +20,7 @@ import spatialdl
 from spatialdl.common.text import readable_bytes
 from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import NodeCache
-from spatialdl.data.staging.copier import Order, ShardEvent
+from spatialdl.data.staging.copier import ShardEvent
 
 log = logging.getLogger("spatialdl.data")
 
@@ -92,16 +92,16 @@ class CopierProcess:
         )
         self._reader = threading.Thread(target=self._read_lines, name="copier", daemon=True)
         self._reader.start()
-        order = Order(
-            str(self._source),
-            str(self._disk),
-            str(self._job.path),
-            [(info.file, info.bytes, info.sha256) for info in shards],
-            self._keep,
-        )
+        order = {
+            "source": str(self._source),
+            "disk": str(self._disk),
+            "job": str(self._job.path),
+            "shards": [(info.file, info.bytes, info.sha256) for info in shards],
+            "keep": self._keep,
+        }
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has exited, which `look` reports
-            self._process.stdin.write(order.to_line())
+            self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
 
     def look(self) -> None:

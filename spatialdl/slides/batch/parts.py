@@ -173,7 +173,7 @@ class TilePart:
             try:
                 if tiles is None:
                     raise SlideError(f"the tile at x={tile.x}, y={tile.y} is not of JPEG tiles")
-                shards.add_encoded(tiles, None, known)
+                shards.add(tiles, None, known)
             except SlideError as error:
                 problem = str(error)
         elif cutting.codec is not None and image is not None:

@@ -238,7 +238,7 @@ def test_a_table_labels_a_flat_folder(tmp_path: Path, flat: Path, table: str) ->
         ("image,label,split\nb,x,dev\n", "line 2: split is 'dev', expected train, val or test"),
         (
             "image,label,split,patient\nb,x,train,1\nc,x,val,1\n",
-            "line 3: patient 1 is in the split val, and in train at .* line 2",
+            "patient 1 is in train and val, which invalidates the evaluation",
         ),
     ],
 )

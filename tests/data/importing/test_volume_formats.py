@@ -13,7 +13,6 @@ import tifffile
 import zarr
 
 from spatialdl.data.importing.volume_file import is_volume, open_volume, volume_name
-from spatialdl.data.importing.volume_files.volume import affine_from, millimetres, numbers_of
 from tests.data.importing.written import TO_LPS, described, oblique, save_zarr, voxels
 
 SIZE = (4, 6, 5)
@@ -177,24 +176,6 @@ def test_without_a_package_its_extra_is_named(package, name, tmp_path, monkeypat
         open_volume(tmp_path / name)
 
 
-def test_units_types_and_steps():
-    for unit, length in [
-        *(("mm", 1), ("\u00b5m", 1e-3), ("\u03bcm", 1e-3), ("nanometer", 1e-6), ("in", 25.4)),
-        *(("pixel", None), ("", None), ("None", None), ("second", None)),
-    ]:
-        assert millimetres(unit) == length
-    assert numbers_of(">i2") == np.dtype(np.int16)
-    for dtype in (np.complex64, "U3", np.longdouble):
-        with pytest.raises(ValueError, match="expected integers or floats"):
-            numbers_of(dtype)
-    spacing, affine = affine_from([(0, 0, 2), (0, 3, 0), (4, 0, 0)], (5, 6, 7))
-    assert spacing == (2, 3, 4)
-    assert affine.tolist() == [[0, 0, 4, 5], [0, 3, 0, 6], [2, 0, 0, 7]]
-    for step in ((0, 3, 4), (0, 0, 0), (np.nan, 0, 0)):
-        with pytest.raises(ValueError, match="lie in one plane"):
-            affine_from([step, (0, 3, 0), (0, 0, 1)], (5, 6, 7))
-
-
 def with_header(**fields):
     def damage(path):
         stored = bytearray(path.read_bytes())
@@ -260,19 +241,6 @@ def test_nrrd_without_directions_of_a_patient_has_lengths_only(known, spacing, t
     assert found.affine is None
 
 
-@pytest.mark.parametrize(("lines", "skip"), [(2, 0), (0, 5), (1, 3), (0, -1)])
-def test_what_lies_before_the_voxels_is_passed_over(lines, skip, tmp_path):
-    before = b"a line\n" * lines + b"x" * (7 if skip < 0 else skip)
-    (tmp_path / "a.raw").write_bytes(before + voxels().tobytes("F"))
-    head = "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 7 4\nencoding: raw\nendian: little\n"
-    skips = f"line skip: {lines}\nbyte skip: {skip}\n"
-    (tmp_path / "a.nhdr").write_text(f"{head}{skips}data file: a.raw\n")
-    assert (open_volume(tmp_path / "a.nhdr").read()[..., 0] == voxels().T).all()
-    (tmp_path / "b.nhdr").write_text(f"{head}data file: a%02d.raw 0 3 1\n")
-    with pytest.raises(ValueError, match="several files"):
-        open_volume(tmp_path / "b.nhdr")
-
-
 @pytest.mark.parametrize(
     ("shape", "said", "text"),
     [
@@ -283,9 +251,14 @@ def test_what_lies_before_the_voxels_is_passed_over(lines, skip, tmp_path):
     ],
 )
 def test_nrrd_that_is_no_volume_is_refused(shape, said, text, tmp_path):
-    nrrd.write(str(tmp_path / "a.nrrd"), np.zeros(shape, np.int16), said)
+    path = tmp_path / "a.nrrd"
+    nrrd.write(str(path), np.zeros(shape, np.int16), said)
     with pytest.raises(ValueError, match=text):
-        open_volume(tmp_path / "a.nrrd")
+        open_volume(path)
+    head = "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 7 4\nencoding: raw\nendian: little\n"
+    path.write_text(f"{head}data file: a%02d.raw 0 3 1\n")
+    with pytest.raises(ValueError, match="several files"):
+        open_volume(path)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from spatialdl.data.staging.copying import (
     BusyError,
     ReadPriority,
     StoppedError,
-    WriteError,
     fetch,
     is_whole,
     reading_source,
@@ -115,24 +114,6 @@ def test_a_source_that_is_right_the_second_time_is_taken(bring, folder, tmp_path
 
     assert sum(bring(stopped=written_meanwhile)) == info.bytes
     assert is_whole(tmp_path / "copy", info)
-
-
-@pytest.mark.parametrize("size", [None, 0, 40_000])
-def test_a_damaged_or_cut_shard_is_told(bring, folder, tmp_path, info, size):
-    says = f"has {size} bytes, the manifest records {info.bytes}"
-    if size is None:
-        flip(folder / info.file)
-        says = r"shard-00001\.h5 has SHA-256 .* damaged"
-    else:
-        os.truncate(folder / info.file, size)
-    with pytest.raises(ShardError, match=says):
-        bring()
-    assert not list(tmp_path.glob("[pc]*"))
-    assert not is_whole(folder / info.file, info)
-    (folder / info.file).unlink()
-    with pytest.raises(FileNotFoundError) as told:
-        bring()
-    assert not isinstance(told.value, WriteError)  # it is the source's fault
 
 
 def test_a_shard_that_is_cut_while_it_is_copied_is_told(bring, folder, info, monkeypatch):

@@ -201,7 +201,7 @@ def test_a_killed_copier_is_said_once(start, tmp_path, caplog):
 
 
 def test_a_copier_that_fails_says_why(start, caplog, monkeypatch):
-    monkeypatch.setattr("spatialdl.data.staging.process.Order.to_line", lambda order: "nonsense\n")
+    monkeypatch.setattr("spatialdl.data.staging.process.json.dumps", lambda order: "nonsense")
     copier = start()
     until(lambda: copier.look() or bool(caplog.messages))
     copier.look()

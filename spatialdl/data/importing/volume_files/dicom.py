@@ -53,32 +53,6 @@ class _Frame:
     intercept: float
 
 
-def open_series(files: Sequence[tuple[Path, Dataset]]) -> StoredVolume:
-    """Open a series as a volume.
-
-    Args:
-        files: all files of the series, with their headers.
-
-    Raises:
-        ValueError: slices are missing, unevenly spaced, or differ in size or orientation; or it
-            has colours, or frames without a position.
-    """
-    for file, header in files:
-        _check_kind(file, header)
-    frames = _ordered([frame for file, header in files for frame in _frames(file, header)])
-    first, last = frames[0], frames[-1]
-    step = (last.position - first.position) / (len(frames) - 1)
-    size = (len(frames), *first.size)
-    dtype = _dtype(frames, [header for _, header in files])
-    reader = Reader(partial(_start, frames, dtype))
-    if first.spacing is None:
-        return StoredVolume(size, 1, dtype, None, None, reader)
-    to_column, to_row = first.directions
-    steps = [step, to_row * first.spacing[0], to_column * first.spacing[1]]
-    geometry = affine_from([one * _TO_RAS for one in steps], first.position * _TO_RAS)
-    return StoredVolume(size, 1, dtype, *geometry, reader)
-
-
 def _check_kind(file: Path, header: Dataset) -> None:
     samples, colours = header.get("SamplesPerPixel", 1), header.get("PhotometricInterpretation", "")
     if samples != 1 or colours not in ("MONOCHROME1", "MONOCHROME2"):
@@ -263,13 +237,28 @@ class DicomSeries:
         """Open the series as a volume.
 
         Raises:
-            ValueError: not a volume, or a file that may belong to it cannot be read.
+            ValueError: a file that may belong to it cannot be read; slices are missing, unevenly
+                spaced, or differ in size or orientation; or it has colours, or frames without a
+                position.
         """
         if self.unreadable:
             path, why = self.unreadable[0]
             files = counted(len(self.unreadable), "file")
             raise ValueError(f"{files} in or beside it cannot be read: {path.name}: {why}")
-        return open_series(self.files)
+        for file, header in self.files:
+            _check_kind(file, header)
+        frames = _ordered([frame for one in self.files for frame in _frames(*one)])
+        first, last = frames[0], frames[-1]
+        size = (len(frames), *first.size)
+        dtype = _dtype(frames, [header for _, header in self.files])
+        reader = Reader(partial(_start, frames, dtype))
+        if first.spacing is None:
+            return StoredVolume(size, 1, dtype, None, None, reader)
+        step = (last.position - first.position) / (len(frames) - 1)
+        to_column, to_row = first.directions
+        steps = [step, to_row * first.spacing[0], to_column * first.spacing[1]]
+        geometry = affine_from([one * _TO_RAS for one in steps], first.position * _TO_RAS)
+        return StoredVolume(size, 1, dtype, *geometry, reader)
 
 
 @dataclass(frozen=True)
