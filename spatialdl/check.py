@@ -22,6 +22,7 @@ from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout.layout import by
+from spatialdl.pipeline.layout_checks import check_size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -120,11 +121,7 @@ def _check_user_input(options: argparse.Namespace) -> None:
             f"an image of {by(size)} has {len(size)} dims, but the grid {by(grid)} has "
             f"{len(grid)}: --grid and --size must have the same number of dims"
         )
-    if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
-        raise ValueError(
-            f"an image of {by(size)} is smaller than the grid {by(grid)}: use a smaller grid or a "
-            "larger image"
-        )
+    check_size(size, grid)
     network = build(options.network, SEED, arguments_of(options.arguments))
     first, second = (_plain_step(options, network, seed) for seed in (SEED, SEED + 1))
     changed = differences(second, first)
@@ -143,9 +140,9 @@ def _plain_step(options: argparse.Namespace, network: nn.Module, seed: int) -> N
     """
     import torch
 
-    from spatialdl.pipeline.source_lines import users_line_of
     from spatialdl.spatial.checking.compare import one_step
     from spatialdl.spatial.checking.network import switch_off_dropout
+    from spatialdl.spatial.source_lines import users_line_of
 
     network.to(getattr(torch, options.dtype)).train(options.train)
     switch_off_dropout(network)

@@ -7,7 +7,6 @@ device.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from spatialdl.pipeline.stage import run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.spatial.meta import meta_copy
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
@@ -47,20 +47,10 @@ def value_types(
         values = {IMAGE: torch.empty(image.shape, dtype=image.dtype)}
         for number, stage in enumerate(stages):
             try:
-                values |= run_stage(_fake_copy(stage), values, len(image))
+                values |= run_stage(meta_copy(stage, device), values, len(image))
             except Exception as error:
                 raise ValueError(
                     f"the dtypes of the outputs of stage {number} under autocast cannot be found "
                     f"without data ({error}): take trainer.precision=float32"
                 ) from error
     return {value: tensor.dtype for value, tensor in values.items()}
-
-
-def _fake_copy(stage: nn.Module) -> nn.Module:
-    """Copy a stage to the default device, under a fake-tensor mode."""
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
-        for p in stage.parameters()
-    }
-    memo |= {id(b): torch.empty(b.shape, dtype=b.dtype) for b in stage.buffers()}
-    return copy.deepcopy(stage, memo)

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
+from spatialdl.pipeline.options import Width
 from spatialdl.pipeline.own_tile import Criterion
 from spatialdl.pipeline.simulate import Lists
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.autocast import wide
-
-
-class Width(NamedTuple):
-    """Columns of an output and of a target."""
-
-    output: int
-    target: int
 
 
 class BatchLoss:

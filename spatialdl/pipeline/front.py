@@ -21,8 +21,9 @@ from spatialdl.comm.agreement import (
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh, start_placement
 from spatialdl.comm.waiting import Timeout
-from spatialdl.layout.layout import by, even_bounds
+from spatialdl.layout.layout import even_bounds
 from spatialdl.layout.placement import Placement
+from spatialdl.pipeline.layout_checks import check_size
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
@@ -159,7 +160,7 @@ class Pipeline:
             recompute=recompute,
             sync_batchnorm=sync_batchnorm,
             seed=seed,
-            device=None if device is None else torch.device(device),
+            device=torch.device(device or "cpu"),
             mixed=mixed,
         )
         name = {"gems": "mast"}.get(schedule, schedule)
@@ -415,5 +416,4 @@ def _check_size(size: tuple[int, ...], placement: Placement) -> None:
         raise ValueError(
             f"image_size={size} has {len(size) - 1} spatial dims, the grid {grid} has {len(grid)}"
         )
-    if any(extent < parts for extent, parts in zip(size[1:], grid, strict=True)):
-        raise ValueError(f"images of {by(size[1:])} are smaller than the grid {by(grid)}")
+    check_size(size[1:], grid)

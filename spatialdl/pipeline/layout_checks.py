@@ -1,7 +1,10 @@
-"""Checks which layouts shard their state, without PyTorch, before ranks start."""
+"""Checks of layouts without PyTorch, before ranks start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from spatialdl.layout.layout import by
 from spatialdl.layout.placement import Placement
 
 
@@ -27,6 +30,19 @@ def check_shardable(placement: Placement) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"parallel.shard_state=true cannot be combined with {reason}")
+
+
+def check_size(size: Sequence[int], grid: Sequence[int]) -> None:
+    """Refuse images with fewer pixels along a dim than the grid has parts.
+
+    Raises:
+        ValueError: with both.
+    """
+    if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
+        raise ValueError(
+            f"an image of {by(size)} is smaller than the grid {by(grid)}: use a smaller grid, or a "
+            "larger image"
+        )
 
 
 def check_samples(samples: int, microbatches: int, replicas: int, what: str) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spatialdl.pipeline.batch_loss import Width
 from spatialdl.spatial.channels.weights import Plan
 from spatialdl.spatial.split import Names
 from spatialdl.spatial.streaming.memory import Memory
+
+CPU = torch.device("cpu")
+
+
+class Width(NamedTuple):
+    """Columns of an output and of a target."""
+
+    output: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class PipelineOptions:
             `pipeline.sharded`.
         backend: of torch.distributed, to shard state; must span all ranks of the world. None for
             that of the pipeline's ranks, see `comm.groups`.
-        device: of stages and tensors; by default the CPU.
+        device: of stages and tensors.
         mixed: float16 or bfloat16 to run stages and loss under autocast.
         tensor_plan: how weights are divided by channels where it cannot be inferred, see
             `channels.weights.check_plan`.
@@ -47,7 +55,7 @@ class PipelineOptions:
     seed: int = 0
     backend: str | None = None
     shard_state: bool = False
-    device: torch.device | None = None
+    device: torch.device = CPU
     mixed: torch.dtype | None = None
     tensor_plan: Plan = field(default_factory=dict)
     sample_weights: Callable[[Tensor], Tensor | None] | None = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.pipeline.autocast import autocast
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.shapes import SplitShape
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
@@ -75,43 +76,35 @@ def received(tile: Tensor, shape: HandoverShape, mesh: Mesh) -> Tensor:
     return from_tile(tile, shape.receiver, mesh)
 
 
-class OwnTile:
-    """Runs a stage on one tile.
+def run_tile(
+    module: nn.Module,
+    mesh: Mesh,
+    tiles: dict[Value, Any],
+    shapes: Shapes,
+    samples: int,
+    options: PipelineOptions,
+) -> MadeOfTile:
+    """Run a stage on one tile; collective over its mesh.
 
     Args:
         module: its layers.
         mesh: the ranks of the tiles.
-        recompute: whether backward reruns the stage from its saved input.
-        mixed: dtype of autocast, if enabled.
+        tiles: inputs on this rank; leaves, some of which require gradients.
+        samples: number of samples on this rank.
+        options: `device`, `mixed` and `recompute` count.
     """
-
-    def __init__(
-        self, module: nn.Module, mesh: Mesh, recompute: bool, mixed: torch.dtype | None
-    ) -> None:
-        self.module, self.mesh = module, mesh
-        self._recompute, self._mixed = recompute, mixed
-
-    def forward(
-        self, tiles: dict[Value, Any], shapes: Shapes, samples: int, device: torch.device
-    ) -> MadeOfTile:
-        """Run the stage; collective over its mesh.
-
-        Args:
-            tiles: inputs on this rank; leaves, some of which require gradients.
-            samples: number of samples on this rank.
-        """
-        values = {value: received(tile, shapes[value], self.mesh) for value, tile in tiles.items()}
-        with autocast(device, self._mixed):
-            if self._recompute:
-                modules = [self.module]
-                outputs = recompute(run_stage_again, self.module, values, samples, modules=modules)
-            else:
-                outputs = run_stage(self.module, values, samples)
-        if self.mesh.tensor > 1:
-            outputs = whole_outputs(outputs)
-        if IMAGE in values:  # later stages may take it
-            outputs = {IMAGE: values[IMAGE]} | outputs
-        return MadeOfTile(self.mesh, tiles, outputs, partial(autocast, device, self._mixed))
+    values = {value: received(tile, shapes[value], mesh) for value, tile in tiles.items()}
+    context = partial(autocast, options.device, options.mixed)
+    with context():
+        if options.recompute == "stage":
+            outputs = recompute(run_stage_again, module, values, samples, modules=[module])
+        else:
+            outputs = run_stage(module, values, samples)
+    if mesh.tensor > 1:
+        outputs = whole_outputs(outputs)
+    if IMAGE in values:  # later stages may take it
+        outputs = {IMAGE: values[IMAGE]} | outputs
+    return MadeOfTile(mesh, tiles, outputs, context)
 
 
 class MadeOfTile:

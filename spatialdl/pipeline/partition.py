@@ -16,16 +16,16 @@ from math import inf
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
 from spatialdl.pipeline.steps import IMAGE, Joint, Recording, Step, Value, run_step
-from spatialdl.spatial.meta import meta_copy, on_meta
+from spatialdl.spatial.meta import dtype_of, meta_copy
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.split import Names, module_names
+from spatialdl.spatial.streaming.ledger import Ledger
 from spatialdl.torch_internals import BatchNormBase, tree_leaves
 
 
@@ -299,19 +299,17 @@ def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) ->
         recording: of the network in evaluation, for images of shape `image`.
         image: (N, C, *spatial).
     """
-    counts = []
-    dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-    values = {IMAGE: torch.zeros(image, dtype=dtype, device="meta")}
-    shadow = meta_copy(model)
-    with torch.no_grad(), on_meta(), keyed(0, 0):
-        for step in recording.steps:
-            with FlopCounterMode(display=False) as counter:
-                run_step(step, shadow, values, torch.device("meta"))
-            elements = sum(values[value].numel() for value in step.gives)
-            counts.append(counter.get_total_flops() / 2 + OPERATIONS_PER_ELEMENT * elements)
-    return StepCosts(
-        counts, {v: float(OPERATIONS_PER_ELEMENT * n) for v, n in recording.sizes.items()}
-    )
+    counts, passing = [], dict[Value, float]()
+    values = {IMAGE: torch.zeros(image, dtype=dtype_of(model), device="meta")}
+    shadow, ledger = meta_copy(model), Ledger()
+    with torch.no_grad(), ledger.watch(), keyed(0, 0):
+        for ledger.part, step in enumerate(recording.steps):
+            run_step(step, shadow, values, torch.device("meta"))
+            flops = sum(one.flops for one in ledger.work.get(("forward", ledger.part), ()))
+            own = {v: float(OPERATIONS_PER_ELEMENT * values[v].numel()) for v in step.gives}
+            counts.append(flops / 2 + sum(own.values()))
+            passing |= own
+    return StepCosts(counts, passing)
 
 
 def balance(

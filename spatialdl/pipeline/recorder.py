@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from spatialdl.pipeline.python_state import AttributeKey, PythonState, form_of
-from spatialdl.pipeline.source_lines import replays, users_line
 from spatialdl.pipeline.steps import (
     IMAGE,
     Attribute,
@@ -30,7 +29,14 @@ from spatialdl.pipeline.steps import (
 from spatialdl.spatial.meta import on_meta
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.random.streams import numbers_drawn
-from spatialdl.torch_internals import BatchNormBase, is_any_autocast_enabled, tree_leaves, tree_map
+from spatialdl.spatial.source_lines import replays, users_line
+from spatialdl.torch_internals import (
+    BatchNormBase,
+    is_any_autocast_enabled,
+    top_saved_tensors_hooks,
+    tree_leaves,
+    tree_map,
+)
 
 _NO_TENSOR = ("__set__", "__delete__", "backward", "register_hook")
 """Names of functions with a side effect that return no tensor."""
@@ -67,12 +73,12 @@ class CallRecorder:
         self._steps: list[Step] = []
         self._calls: Counter[str] = Counter()
         self.opened: set[str] = set()
-        self._sizes: dict[Value, int] = {}
         self._changed: set[Value] = set()
         self._written_state: set[str] = set()
         self._drawing: set[str] = set()
         self._loose = ""
         self._inside = False  # whether a step is running
+        self._hooks = top_saved_tensors_hooks(False)
         self.state = PythonState(self.model)
 
     def lost(self, *, settled: bool) -> set[AttributeKey]:
@@ -116,7 +122,6 @@ class CallRecorder:
         return Recording(
             steps,
             output,
-            self._sizes,
             written=frozenset(self._changed),
             drawing=frozenset(self._drawing),
             loose=self._loose,
@@ -126,18 +131,12 @@ class CallRecorder:
 
     @contextmanager
     def _recorded_calls(self) -> Iterator[None]:
-        def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            return self._function(own_apply.__get__(None, kind), args, kwargs)
-
-        own_apply = torch.autograd.Function.__dict__["apply"]
         for module in self.model.modules():  # what `nn.Module.compile` sets is called instead
             module._compiled_call_impl = partial(self._module, module)
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         try:
             with _Functions(self._function):
                 yield
         finally:
-            torch.autograd.Function.apply = own_apply  # type: ignore[method-assign]
             for module in self.model.modules():
                 module._compiled_call_impl = None
 
@@ -190,6 +189,8 @@ class CallRecorder:
         try:
             if self._memory.written():
                 raise CannotRecord("its forward writes into a tensor by code outside of PyTorch")
+            if top_saved_tensors_hooks(False) != self._hooks:
+                raise CannotRecord("its forward calls a part under hooks, as a checkpoint does")
             own_args, own_kwargs = tree_map(self._as_value, (args, kwargs))
             result = run()
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -240,7 +241,6 @@ class CallRecorder:
             else:
                 self._changed.add(self._values[id(tensor)])
         for tensor, value in zip(tensors, gives, strict=True):
-            self._sizes[value] = tensor.numel()
             if id(tensor) not in self._attributes:
                 self._note(tensor, value)
         for tensor in written:
@@ -255,7 +255,6 @@ class CallRecorder:
     def _note(self, tensor: Tensor, value: Value) -> None:
         self._values[id(tensor)] = value
         self._memory.note(tensor, value.step, value)
-        self._sizes[value] = tensor.numel()
 
     def _as_value(self, operand: Any) -> Any:
         if isinstance(operand, nn.Module | FunctionType | MethodType | partial):
@@ -269,6 +268,14 @@ class CallRecorder:
                 "attribute that is not a buffer, code outside of PyTorch); do that in a separate "
                 "module"
             )
+        if isinstance(operand.grad_fn, torch.autograd.function.BackwardCFunction):
+            step = self._steps[reference.step] if isinstance(reference, Value) else None
+            if step is not None and not (isinstance(step.call, str) and step.with_grad):
+                self.owners.append(step.owner)  # which cannot be recorded
+                raise CannotRecord(
+                    "its forward calls a torch.autograd.Function, of which only the operations "
+                    "inside are seen; do that in a separate module"
+                )
         return reference
 
 

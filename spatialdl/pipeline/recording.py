@@ -27,7 +27,7 @@ from spatialdl.pipeline.python_state import AttributeKey, form_of, own_attribute
 from spatialdl.pipeline.recorder import CallRecorder, CannotRecord
 from spatialdl.pipeline.statistics import is_plain
 from spatialdl.pipeline.steps import Recording
-from spatialdl.spatial.meta import meta_copy
+from spatialdl.spatial.meta import dtype_of, meta_copy
 from spatialdl.torch_internals import BatchNormBase
 
 
@@ -48,7 +48,7 @@ class Forward:
             if isinstance(layer, BatchNormBase) and is_plain(layer):
                 # in training it refuses a single value for each channel
                 layer.forward = torch.clone  # type: ignore[method-assign]
-        self._dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+        self._dtype = dtype_of(model)
         self._whole: set[str] = set()  # paths of modules whose forward cannot be recorded
         self._found: dict[tuple[int, bool], Recording] = {}
         self._first: Recording | None = None
@@ -118,6 +118,8 @@ class Forward:
     def _record(self, samples: int, training: bool) -> Recording:
         """Record; the first time in a mode, repeat until the forward reaches a steady state."""
         self._shadow.train(training)
+        for parameter in self._shadow.parameters():  # so that all of autograd is seen
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         for layer in self._shadow.modules():
             if isinstance(layer, BatchNormBase) and "forward" not in vars(layer):
                 layer.eval()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -34,20 +33,14 @@ from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import Criterion
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.samples_apart import check_samples_apart
-from spatialdl.pipeline.shapes import HandoverShapes
+from spatialdl.pipeline.shapes import HandoverShapes, divide_stage
 from spatialdl.pipeline.simulate import Action, Schedule, actions_of, describe
-from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
+from spatialdl.pipeline.stage import SAMPLES, start_training
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime, moved
 from spatialdl.pipeline.step_context import StepContext
 from spatialdl.pipeline.virtual_tiles import Made
-from spatialdl.spatial.channels.weights import (
-    check_plan,
-    divide,
-    settle,
-    uses_of,
-    weights_of,
-    whole_state,
-)
+from spatialdl.spatial.channels.weights import check_plan, settle, weights_of, whole_state
+from spatialdl.spatial.meta import dtype_of
 from spatialdl.spatial.recompute import blocks_of
 from spatialdl.spatial.split import gather_before as gather
 from spatialdl.spatial.streaming.memory import Memory
@@ -97,7 +90,7 @@ class PipelineRuntime:
             check_shardable(placement)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.mixed = image_size, options.mixed
-        self.device = options.device or torch.device("cpu")
+        self.device = options.device
         self._scale = 1.0
         self.doing: Action | None = None
         self._comm = comm = as_communicator(comm)
@@ -105,7 +98,7 @@ class PipelineRuntime:
         check_plan(model, options.tensor_plan)
         blocks = list(blocks_of(model).values()) if options.shard_state else []
         stages = self._cut(model)
-        dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+        dtype = dtype_of(model)
         to = (self.device, self.mixed) if self.mixed else None
         self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
         placed = self._place(stages)
@@ -160,12 +153,18 @@ class PipelineRuntime:
         self.stages = {p.stage: moved(stages[p.stage], self.device) for p in sorted(positions)}
         borders = list(self._shapes.borders)
         handovers = Handovers(placement, self.schedule, comm, borders, self.device)
-        again = self.options.recompute == "stage"
         self.memory = (self.options.memory or Memory()) if placement.stream else None
         return [
             StageRuntime(
-                *(self.stages[p.stage], placement, p, comm, handovers, learns, again, self.mixed),
-                self.memory,
+                self.stages[p.stage],
+                placement,
+                p,
+                comm,
+                handovers,
+                shapes=self._shapes,
+                learns=learns,
+                options=self.options,
+                memory=self.memory,
             )
             for p in positions
         ]
@@ -177,10 +176,8 @@ class PipelineRuntime:
         arriving = self._shapes.arriving(SAMPLES)
         for stage, mesh in {one.position.stage: one.mesh for one in placed}.items():
             if mesh.tensor > 1:
-                module = self.stages[stage]
-                run = partial(run_stage, values=arriving[stage], samples=SAMPLES)
-                uses = uses_of(module, mesh.tensor_comm, run, self.options.tensor_plan)
-                divide(module, uses, mesh.tensor_comm)
+                inputs, plan = arriving[stage], self.options.tensor_plan
+                divide_stage(self.stages[stage], mesh.tensor_comm, inputs, SAMPLES, plan)
 
     def _divided_parameters(self, meshes: Mapping[int, Mesh]) -> dict[int, Communicator]:
         return {
@@ -208,8 +205,7 @@ class PipelineRuntime:
             if across_replicas
             else f"parallel.local_dp={local} divides the samples of a micro-batch over ranks"
         )
-        to = dtype, self.device, self.mixed
-        check_samples_apart(stages, self._shapes, self.image_size, *to, self._comm, reason)
+        check_samples_apart(stages, dtype, self._comm, reason)
 
     def _shard(self, blocks: list[nn.Module]) -> dict[int, ShardedStage]:
         from spatialdl.comm.groups import backend_of, start
@@ -314,12 +310,10 @@ class PipelineRuntime:
             with trace.span("compute", name, action):
                 if action.kind == "forward":
                     with self._context.forward(placed, action.microbatch, microbatch):
-                        if self._batch_loss is None:  # do not keep a reference to the output
-                            self._run(placed, action.microbatch, microbatch)
-                        else:
-                            outputs[action.microbatch] = self._run(
-                                placed, action.microbatch, microbatch
-                            ).output
+                        made = placed.forward(action.microbatch, microbatch)
+                        if self._batch_loss is not None:
+                            outputs[action.microbatch] = made.output
+                        del made  # the stage drops it after its backward
                 else:
                     criteria = (
                         self._criteria(outputs, microbatches) if criteria is None else criteria
@@ -388,7 +382,7 @@ class PipelineRuntime:
             todo = self._todo(self._evaluate, microbatches)
             for action in self._in_turn(todo, microbatches):
                 placed = self._placed[action.copy, action.stage]
-                made = self._run(placed, action.microbatch, microbatches[action.microbatch])
+                made = placed.forward(action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
                     yield action.microbatch, made
             self._wait_sent()
@@ -411,9 +405,8 @@ class PipelineRuntime:
         """Yield the actions; the receives of each are posted before the one before it runs."""
         for action, upcoming in pairwise([None, *todo, None]):
             if upcoming is not None:
-                shapes = self._shapes.of(microbatches[upcoming.microbatch].samples)
                 placed = self._placed[upcoming.copy, upcoming.stage]
-                placed.expect(upcoming, shapes, self.device)
+                placed.expect(upcoming, microbatches[upcoming.microbatch].samples)
             if action is not None:
                 yield action
 
@@ -424,11 +417,6 @@ class PipelineRuntime:
                     f"replica {self.replica} has no samples in micro-batch {number}, but sharded "
                     "state needs every replica in every micro-batch: take larger batches"
                 )
-
-    def _run(self, placed: StageRuntime, number: int, microbatch: Microbatch) -> Made:
-        shapes = self._shapes.of(microbatch.samples)
-        size = microbatch.size or self.image_size[1:]
-        return placed.forward(number, microbatch, shapes, size, self.device)
 
     def _criteria(
         self, outputs: Mapping[int, Tensor], microbatches: Sequence[Microbatch]
@@ -442,10 +430,9 @@ class PipelineRuntime:
         self, placed: StageRuntime, number: int, microbatch: Microbatch, criterion: Criterion
     ) -> Tensor | float:
         """This rank's part of the loss; of a grid's ranks, which agree, only the first counts."""
-        shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
         weight = share * self.placement.network_copies * placed.mesh.batch * self._scale
-        loss = placed.backward(number, microbatch, shapes, criterion, weight, self.device)
+        loss = placed.backward(number, microbatch, criterion, weight)
         return loss * share if placed.mesh.counts else 0.0
 
     def _part_of(self, own: range, microbatch: Microbatch) -> float | Tensor:

@@ -22,7 +22,6 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.own_tile import received
-from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import run_stage, start_training
 from spatialdl.pipeline.stage_runtime import StageRuntime
 from spatialdl.pipeline.steps import Value
@@ -43,23 +42,13 @@ _Seen = dict[str, list[Tensor]]
 
 
 def check_samples_apart(
-    stages: Sequence[StageRuntime],
-    shapes: HandoverShapes,
-    image: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    mixed: torch.dtype | None,
-    comm: Communicator,
-    reason: str,
+    stages: Sequence[StageRuntime], dtype: torch.dtype, comm: Communicator, reason: str
 ) -> None:
     """Refuse stages that mix samples; collective, and only between steps.
 
     Args:
         stages: this rank's stages with micro-batches shared between ranks.
-        shapes: of their inputs.
-        image: global (channels, *spatial).
         dtype: of the images.
-        mixed: dtype of autocast, if enabled.
         comm: all ranks.
         reason: why samples must be independent.
 
@@ -68,8 +57,7 @@ def check_samples_apart(
     """
     mixing = ""
     for placed in stages:
-        probe = _Probe(placed, shapes, image, dtype, device, mixed)
-        mixing = mixing or probe.mixing()  # all ranks of a stage run it
+        mixing = mixing or _Probe(placed, dtype).mixing()  # all ranks of a stage run it
     places = [place for place in comm.allgather(mixing) if place]
     if places:
         raise UnsupportedSpatialOp(
@@ -81,21 +69,10 @@ def check_samples_apart(
 class _Probe:
     """Runs of a stage on random samples; see `check_samples_apart`."""
 
-    def __init__(
-        self,
-        placed: StageRuntime,
-        shapes: HandoverShapes,
-        image: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        mixed: torch.dtype | None,
-    ) -> None:
-        self._placed, self._device, self._mixed = placed, device, mixed
-        self._each = placed.mesh.batch
-        self._parts = {
-            n: placed.arriving(shapes.of(n * self._each), (n * self._each, *image), dtype)
-            for n in (ALL, FEWER)
-        }
+    def __init__(self, placed: StageRuntime, dtype: torch.dtype) -> None:
+        self._placed, self._each = placed, placed.mesh.batch
+        self._device, self._mixed = placed.options.device, placed.options.mixed
+        self._parts = {n: placed.arriving(n * self._each, dtype) for n in (ALL, FEWER)}
 
     def mixing(self) -> str:
         """What depends on other samples; empty if all are independent."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.comm.repartition import shape_of
@@ -19,6 +21,7 @@ from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.spatial.channels.weights import Plan, divide, uses_of
 from spatialdl.spatial.dims import SpatialDims, apart, from_image, to_image
 from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
@@ -160,7 +163,7 @@ def border_values(
 
 
 class HandoverShapes:
-    """Shapes of what passes each border of a network.
+    """Shapes of what passes each border of a network, from dry runs of its stages.
 
     Every rank runs copies of the stages without memory, so both sides of a border have the shapes.
 
@@ -171,6 +174,8 @@ class HandoverShapes:
         mixed: the device of the stages and the dtype of autocast, if enabled.
 
     Attributes:
+        image_size: as given.
+        stages: copies without memory of all but the last, which sends nothing; in evaluation.
         borders: all borders that values pass, and the values.
     """
 
@@ -182,33 +187,75 @@ class HandoverShapes:
         dtype: torch.dtype,
         mixed: tuple[torch.device, torch.dtype] | None = None,
     ) -> None:
-        self._stages = [meta_copy(stage) for stage in stages[:-1]]  # the last one sends nothing
+        self.stages = [meta_copy(stage) for stage in stages[:-1]]
         self._first, self.borders = stages[0], borders(stages)
-        self._placement, self._image_size, self._dtype = placement, image_size, dtype
-        self._found: dict[int, Passing] = {}
+        self._placement, self.image_size, self._dtype = placement, image_size, dtype
+        self._found: dict[int, tuple[Passing, list[dict[Value, Tensor]]]] = {}
         self._mixed = mixed
         self._types: dict[Value, torch.dtype] = {}
 
     def of(self, samples: int) -> Passing:
         """Shapes by border for a micro-batch of `samples`."""
+        return self._dry_run(samples)[0]
+
+    def arriving(self, samples: int) -> list[dict[Value, Tensor]]:
+        """Inputs of each stage for a micro-batch as its first rank gets them, without data."""
+        return self._dry_run(samples)[1]
+
+    def _dry_run(self, samples: int) -> tuple[Passing, list[dict[Value, Tensor]]]:
         if samples not in self._found:
             if isinstance(self._first, Stage):
                 for own in {samples, *own_counts(self._placement, samples)}:
                     self._first.prepare(own)
-            self._found[samples] = self._typed(self._dry_run(samples)[0], samples)
+
+            def run(number: int, values: dict[Value, Tensor]) -> dict[Value, Any]:
+                return run_stage(self.stages[number], values, samples)
+
+            with torch.no_grad(), on_meta():
+                passing, arrived = self.walk(samples, run)
+            self._found[samples] = self._typed(passing, samples), arrived
         return self._found[samples]
 
-    def arriving(self, samples: int) -> list[dict[Value, Tensor]]:
-        """Inputs of each stage for a micro-batch as its first rank gets them, without data."""
-        self.of(samples)
-        return self._dry_run(samples)[1]
+    def walk(
+        self, samples: int, run: Callable[[int, dict[Value, Tensor]], dict[Value, Any]]
+    ) -> tuple[Passing, list[dict[Value, Tensor]]]:
+        """Hand a micro-batch on from stage to stage, on the meta device.
+
+        Args:
+            run: maps the number of a stage and its inputs, as its first rank gets them, to its
+                outputs; called for all but the last.
+
+        Returns:
+            The shapes by border, and the inputs of each stage.
+
+        Raises:
+            ValueError: if an output cannot pass a border.
+        """
+        passing: Passing = {}
+        image = torch.empty(samples, *self.image_size, dtype=self._dtype, device="meta")
+        grids = self._placement.tile_grids
+        layout = Layout.even(samples, self.image_size[1:], grids[0])
+        arrived: list[dict[Value, Tensor]] = [{} for _ in grids]
+        arrived[0][IMAGE] = _meta_input(image, layout, grids[0])
+        for giver in range(len(self.stages)):
+            outputs = arrived[giver] | run(giver, arrived[giver])
+            for border in (border for border in self.borders if border.giver == giver):
+                passing[border] = {
+                    value: _handover_shape(outputs[value], border, self._placement, samples)
+                    for value in self.borders[border]
+                }
+                arrived[border.taker] |= {
+                    value: _arrived(shape, grids[border.taker])
+                    for value, shape in passing[border].items()
+                }
+        return passing, arrived
 
     def _typed(self, passing: Passing, samples: int) -> Passing:
         if self._mixed is None or not self.borders:
             return passing
         if not self._types:
-            image = torch.empty((samples, *self._image_size), dtype=self._dtype, device="meta")
-            self._types = value_types(self._stages, image, *self._mixed)
+            image = torch.empty((samples, *self.image_size), dtype=self._dtype, device="meta")
+            self._types = value_types(self.stages, image, *self._mixed)
         return {
             border: {
                 value: replace(part, dtype=self._types[value]) for value, part in values.items()
@@ -216,48 +263,27 @@ class HandoverShapes:
             for border, values in passing.items()
         }
 
-    @torch.no_grad()
-    def _dry_run(self, samples: int) -> tuple[Passing, list[dict[Value, Tensor]]]:
-        passing: Passing = {}
-        arrived = self.entering(samples)
-        for number, dry in enumerate(self._stages):
-            with on_meta():  # also for tensors that layers create
-                outputs = arrived[number] | run_stage(dry, arrived[number], samples)
-            passing |= self.pass_on(number, outputs, arrived, samples)
-        return passing, arrived
 
-    def entering(self, samples: int) -> list[dict[Value, Tensor]]:
-        """Inputs of each stage before any has run: the images at the first one."""
-        image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
-        grids = self._placement.tile_grids
-        layout = Layout.even(samples, self._image_size[1:], grids[0])
-        arrived: list[dict[Value, Tensor]] = [{} for _ in grids]
-        arrived[0][IMAGE] = _meta_input(image, layout, grids[0])
-        return arrived
+def divide_stage(
+    module: nn.Module,
+    comm: Communicator,
+    inputs: dict[Value, Tensor],
+    samples: int,
+    plan: Plan = MappingProxyType({}),
+) -> None:
+    """Divide the weights of a stage by channels, and keep the part of this rank.
 
-    def pass_on(
-        self,
-        giver: int,
-        outputs: Mapping[Value, Tensor],
-        arrived: Sequence[dict[Value, Tensor]],
-        samples: int,
-    ) -> Passing:
-        """Add the outputs of a stage to the inputs of later ones.
+    Args:
+        comm: the tensor axis.
+        inputs: of the stage, without data.
+        plan: see `channels.weights.check_plan`.
 
-        Raises:
-            ValueError: if an output cannot pass a border.
-        """
-        passing: Passing = {}
-        for border, values in self.borders.items():
-            if border.giver == giver:
-                passing[border] = {
-                    value: _handover_shape(outputs[value], border, self._placement, samples)
-                    for value in values
-                }
-                grid = self._placement.tile_grids[border.taker]
-                for value, shape in passing[border].items():
-                    arrived[border.taker][value] = _arrived(shape, grid)
-        return passing
+    Raises:
+        UnsupportedSpatialOp: if the stage cannot be run without data.
+        ValueError: if a layer cannot be divided as planned.
+    """
+    run = partial(run_stage, values=inputs, samples=samples)
+    divide(module, uses_of(module, comm, run, plan), comm)
 
 
 def own_samples(placement: Placement, stage: int, part: int, samples: int) -> range:

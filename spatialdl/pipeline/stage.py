@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.pipeline.recording import Forward
-from spatialdl.pipeline.source_lines import replays
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, run_step
 from spatialdl.spatial.random import scope
 from spatialdl.spatial.recompute import WEIGHTS, is_recomputed, recompute, weight_layers
+from spatialdl.spatial.source_lines import replays
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import DisableTorchFunction, tree_leaves
 

@@ -16,8 +16,15 @@ from spatialdl.comm.mesh import Mesh, stage_mesh
 from spatialdl.layout.layout import Layout
 from spatialdl.layout.placement import Placement, Position
 from spatialdl.pipeline.handovers import Handovers
-from spatialdl.pipeline.own_tile import Criterion, OwnTile, TileRegion
-from spatialdl.pipeline.shapes import Border, Passing, over_ranks, own_samples
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.own_tile import Criterion, TileRegion, run_tile
+from spatialdl.pipeline.shapes import (
+    Border,
+    HandoverShapes,
+    Passing,
+    over_ranks,
+    own_samples,
+)
 from spatialdl.pipeline.simulate import Action
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.pipeline.virtual_tiles import Made, VirtualTiles
@@ -56,9 +63,9 @@ class StageRuntime:
         module: its layers.
         comm: all ranks of the placement.
         handovers: over all borders of the network.
+        shapes: of what passes the borders.
         learns: per stage of the network, whether it has trainable parameters.
-        recompute: whether backward reruns the stage from its saved input.
-        mixed: dtype of autocast, if enabled.
+        options: of the pipeline.
         memory: stores tensors of virtual tiles between uses, if ranks have any.
     """
 
@@ -69,21 +76,17 @@ class StageRuntime:
         position: Position,
         comm: Communicator,
         handovers: Handovers,
+        shapes: HandoverShapes,
         learns: Sequence[bool],
-        recompute: bool,
-        mixed: torch.dtype | None = None,
+        options: PipelineOptions,
         memory: Memory | None = None,
     ) -> None:
-        self._placement = placement
+        self._placement, self._shapes, self.options = placement, shapes, options
         self.module, self.position = module, position
         self.is_first = position.stage == 0
         self.is_last = position.stage == placement.stages - 1
         self.mesh: Mesh = stage_mesh(placement, position, comm)
-        self._worker: OwnTile | VirtualTiles
-        if memory is None:
-            self._worker = OwnTile(module, self.mesh, recompute, mixed)
-        else:
-            self._worker = VirtualTiles(module, self.mesh, recompute, mixed, memory)
+        self._tiles = memory and VirtualTiles(module, self.mesh, options, memory)
         # Gradients cross a border if any stage before it learns. Both sides derive this from the
         # whole network, so they agree.
         self._learns = {b for b in handovers.borders if any(learns[: b.giver + 1])}
@@ -96,31 +99,35 @@ class StageRuntime:
     @property
     def across(self) -> Across | None:
         """Exchange of its virtual tiles with those of peers, if there are any."""
-        return self._worker.across if isinstance(self._worker, VirtualTiles) else None
+        return self._tiles.across if self._tiles else None
 
     def own(self, samples: int) -> range:
         """Samples of a micro-batch that this rank works on."""
         return own_samples(self._placement, self.position.stage, self.position.part, samples)
 
     def arriving(
-        self, passing: Passing, images: tuple[int, ...], dtype: torch.dtype
+        self, samples: int, dtype: torch.dtype, size: Sequence[int] | None = None
     ) -> dict[Value, HandoverShape]:
         """Shapes of all inputs of this stage for a micro-batch.
 
         Args:
-            passing: what passes the borders.
-            images: global shape (samples, channels, *spatial).
             dtype: of the images.
+            size: of their spatial dims, where it is not that of the pipeline.
         """
         shapes: dict[Value, HandoverShape] = {}
         if self.is_first:
-            shapes[IMAGE] = self._entering(images, dtype)
+            channels, *sizes = self._shapes.image_size
+            layout = Layout.even(samples, size or sizes, self.mesh.tile_grid)
+            images = (samples, channels, *layout.size)
+            shapes[IMAGE] = HandoverShape(images, dtype, layout, layout)
+        passing = self._shapes.of(samples)
         for border in self._before:
             shapes |= passing[border]
         return shapes
 
-    def expect(self, action: Action, passing: Passing, device: torch.device) -> None:
+    def expect(self, action: Action, samples: int) -> None:
         """Post the receives of an action, so that they overlap the current one."""
+        device, passing = self.options.device, self._shapes.of(samples)
         if action.kind == "forward":
             for border, link in self._before.items():
                 for shape in passing[border].values():
@@ -132,38 +139,30 @@ class StageRuntime:
                         whole = self._over_ranks(shape)
                         link.backward[0].expect_back(whole, action.microbatch, device)
 
-    def forward(
-        self,
-        number: int,
-        microbatch: Microbatch,
-        passing: Passing,
-        image_size: tuple[int, ...],
-        device: torch.device,
-    ) -> Made:
+    def forward(self, number: int, microbatch: Microbatch) -> Made:
         """Run the forward of a micro-batch and send its outputs without waiting.
-
-        Args:
-            passing: what passes the borders.
-            image_size: global sizes of the spatial dims.
 
         Raises:
             ValueError: if the first stage has no images.
         """
+        samples, passing = microbatch.samples, self._shapes.of(microbatch.samples)
         tiles: dict[Value, Any] = {}
-        shapes: dict[Value, HandoverShape] = {}
+        dtype = torch.get_default_dtype()
         if self.is_first:
             tile = microbatch.images or microbatch.tile
             if tile is None:
                 raise ValueError("the first stage needs the images of its micro-batches")
-            images = (microbatch.samples, tile.shape[1], *image_size)
-            tiles[IMAGE], shapes[IMAGE] = tile, self._entering(images, tile.dtype)
+            tiles[IMAGE], dtype = tile, tile.dtype
         for border, link in self._before.items():
             for value, shape in passing[border].items():
-                tile = link.forward[0].receive(self._over_ranks(shape), number, device)
+                tile = link.forward[0].receive(self._over_ranks(shape), number, self.options.device)
                 learns = torch.is_grad_enabled() and self._has_gradient(border, value, shape)
-                tiles[value], shapes[value] = tile.requires_grad_(learns), shape
-        own = len(self.own(microbatch.samples))
-        made = self._worker.forward(tiles, shapes, own, device)
+                tiles[value] = tile.requires_grad_(learns)
+        shapes, own = self.arriving(samples, dtype, microbatch.size), len(self.own(samples))
+        if self._tiles:
+            made: Made = self._tiles.forward(tiles, shapes, own)
+        else:
+            made = run_tile(self.module, self.mesh, tiles, shapes, own, self.options)
         for border, link in self._after.items():
             for value, shape in passing[border].items():
                 leaving = made.leaving(value, shape)
@@ -176,22 +175,12 @@ class StageRuntime:
     def _over_ranks(self, shape: HandoverShape) -> HandoverShape:
         return over_ranks(shape, self._placement.stream)
 
-    def _entering(self, images: tuple[int, ...], dtype: torch.dtype) -> HandoverShape:
-        layout = Layout.even(images[0], images[2:], self.mesh.tile_grid)
-        return HandoverShape(images, dtype, layout, layout)
-
     def _has_gradient(self, border: Border, value: Value, shape: HandoverShape) -> bool:
         is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
         return border in self._learns and value != IMAGE and is_number
 
     def backward(
-        self,
-        number: int,
-        microbatch: Microbatch,
-        passing: Passing,
-        criterion: Criterion,
-        weight: float | Tensor,
-        device: torch.device,
+        self, number: int, microbatch: Microbatch, criterion: Criterion, weight: float | Tensor
     ) -> Tensor | float:
         """Run the backward of a micro-batch and send input gradients without waiting.
 
@@ -204,7 +193,7 @@ class StageRuntime:
         Raises:
             ValueError: if the last stage has no targets.
         """
-        made = self._made.pop(number)
+        made, passing = self._made.pop(number), self._shapes.of(microbatch.samples)
         value: Tensor | float = 0.0
         if self.is_last:
             target: Any = microbatch.masks or microbatch.target
@@ -215,7 +204,7 @@ class StageRuntime:
                 target = target[own.start : own.stop]
             value = made.backward_of_loss(criterion, target, weight)
         else:
-            made.backward_of(*self._gradients_of(number, passing, device))
+            made.backward_of(*self._gradients_of(number, passing))
         for border, link in self._before.items():
             for name, shape in passing[border].items():
                 if self._has_gradient(border, name, shape):
@@ -225,10 +214,10 @@ class StageRuntime:
         return value
 
     def _gradients_of(
-        self, number: int, passing: Passing, device: torch.device
+        self, number: int, passing: Passing
     ) -> tuple[dict[Value, Tensor], dict[Value, HandoverShape]]:
         """Receive the gradients of sent values; sum those of values sent to several stages."""
-        grads: dict[Value, Tensor] = {}
+        device, grads = self.options.device, dict[Value, Tensor]()
         shapes: dict[Value, HandoverShape] = {}
         for border, link in reversed(self._after.items()):
             for value, shape in passing[border].items():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 
 from spatialdl.pipeline.python_state import form_of
-from spatialdl.pipeline.source_lines import replays
+from spatialdl.spatial.source_lines import replays
 from spatialdl.torch_internals import DisableTorchFunction, tree_leaves, tree_map
 
 
@@ -68,9 +68,6 @@ class Step:
         """Name for messages."""
         if isinstance(self.call, str):
             return self.call
-        kind = getattr(self.call, "__self__", None)
-        if isinstance(kind, type):
-            return kind.__name__  # an autograd.Function
         return (resolve_name(self.call) or str(self.call)).rpartition(".")[2]
 
     @property
@@ -162,7 +159,6 @@ class Recording:
 
     Attributes:
         output: return value of the network, with `Value` in place of tensors.
-        sizes: elements of each value.
         written: values modified in place after their step.
         written_state: paths of parameters and buffers that the forward modifies.
         joints: steps that must be in the same stage because they share memory.
@@ -172,7 +168,6 @@ class Recording:
 
     steps: tuple[Step, ...]
     output: Any
-    sizes: dict[Value, int]
     written: frozenset[Value]
     drawing: frozenset[str]
     loose: str

@@ -17,6 +17,8 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import Layout, by, image_shape
+from spatialdl.pipeline.layout_checks import check_size
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import TileRegion
 from spatialdl.pipeline.steps import IMAGE
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
@@ -62,7 +64,7 @@ def stream(
     """
     tiles = Axes(spatial=_grid_of(grid)).spatial
     _check(model, image, tiles)
-    run = _Run(model, image, tiles, memory_within(limit_gb, store, _device_of(model)))
+    run = _StreamedRun(model, image, tiles, memory_within(limit_gb, store, _device_of(model)))
     if not torch.is_grad_enabled():
         return tree_unflatten(run.forward(), run.form)
     image_tensor = image if isinstance(image, Tensor) else None
@@ -80,7 +82,7 @@ def memory_of(output: Tensor) -> Memory:
         ValueError: if it is not a differentiable output of `stream`.
     """
     run = getattr(output.grad_fn, "run", None)
-    if not isinstance(run, _Run):
+    if not isinstance(run, _StreamedRun):
         raise ValueError("memory_of needs a differentiable output of spatialdl.stream")
     return run.tiles.memory
 
@@ -104,11 +106,7 @@ def _check(model: nn.Module, image: Any, grid: tuple[int, ...]) -> None:
             f"an image for a grid of {by(grid)} must be {image_shape(len(grid))}, a "
             f"tensor or an array, got {found_input}"
         )
-    size = tuple(shape[2:])
-    if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
-        raise ValueError(
-            f"an image of {by(size)} is smaller than the grid {by(grid)}: use a smaller grid"
-        )
+    check_size(shape[2:], grid)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -116,7 +114,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-class _Run:
+class _StreamedRun:
     """One forward on the virtual tiles of a single process, and its backward.
 
     Attributes:
@@ -126,8 +124,8 @@ class _Run:
     def __init__(self, model: nn.Module, image: Any, grid: tuple[int, ...], memory: Memory) -> None:
         alone = SingleProcess()
         mesh = Mesh(Axes(spatial=(1,) * len(grid)), 0, 0, alone, alone, stream=grid)
-        self.tiles = VirtualTiles(model, mesh, False, None, memory)
         self._image, self._device = image, _device_of(model)
+        self.tiles = VirtualTiles(model, mesh, PipelineOptions(device=self._device), memory)
         layout = Layout.even(image.shape[0], image.shape[2:], grid)
         self._shape = HandoverShape(tuple(image.shape), torch.get_default_dtype(), layout, layout)
         self._roots: list[list[Any]] = []
@@ -141,7 +139,7 @@ class _Run:
             image = TileRegion(self._shape.shape, self._shape.dtype, size, self._read)
         shapes = {IMAGE: self._shape}
         samples = self._shape.shape[0]
-        self._made = self.tiles.forward({IMAGE: image}, shapes, samples, self._device)
+        self._made = self.tiles.forward({IMAGE: image}, shapes, samples)
         images = self._made.take_images()
         flat, self.form = tree_flatten(tree_map(self._made.whole, *images))
         self._roots = [tree_flatten(image)[0] for image in images]
@@ -184,7 +182,7 @@ class _Run:
 
 class _Streamed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run, image: Tensor | None, *weights: Tensor) -> Any:
+    def forward(ctx: Any, run: _StreamedRun, image: Tensor | None, *weights: Tensor) -> Any:
         ctx.run = run
         with torch.enable_grad():
             return tuple(run.forward())

@@ -18,7 +18,8 @@ from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import virtual_ranks
 from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import Box, Layout, finer_parts, last_slices
-from spatialdl.pipeline.own_tile import Criterion, MadeOfTile, OwnTile, Shapes, TileRegion
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.own_tile import Criterion, MadeOfTile, Shapes, TileRegion, run_tile
 from spatialdl.pipeline.steps import Value
 from spatialdl.spatial.random.drawing import OnThreads
 from spatialdl.spatial.split import as_image, from_local
@@ -28,12 +29,12 @@ from spatialdl.torch_internals import foreach_div_, reparametrize_module, tree_m
 
 
 class VirtualTiles:
-    """Runs a stage on virtual tiles one after the other; as `OwnTile` runs it on one.
+    """Runs a stage on virtual tiles one after the other; as `run_tile` runs it on one.
 
     Args:
         module: its layers, without hooks.
         mesh: the ranks of the stage; `Mesh.stream` defines the virtual tiles of a rank.
-        recompute, mixed: see `OwnTile`.
+        options: see `run_tile`.
         memory: stores tensors of virtual tiles between uses.
 
     Attributes:
@@ -41,29 +42,19 @@ class VirtualTiles:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        mesh: Mesh,
-        recompute: bool,
-        mixed: torch.dtype | None,
-        memory: Memory,
+        self, module: nn.Module, mesh: Mesh, options: PipelineOptions, memory: Memory
     ) -> None:
         ranks = [finer_parts(mesh.grid, mesh.stream, part) for part in range(mesh.parts)]
         own, axes = ranks[mesh.part], Axes(spatial=mesh.tile_grid)
-        self._module, self.mesh, self.memory, self.count = module, mesh, memory, len(own)
+        self._module, self._options = module, options
+        self.mesh, self.memory, self.count = mesh, memory, len(own)
         self._turns: Turns[Any] = Turns(len(own))
         self.across = Across(mesh.grid_comm, ranks) if mesh.parts > 1 else None
         comms = virtual_ranks(axes.parts, self._turns, self.across)
         self.meshes = [Mesh(axes, comm.rank, mesh.replica, comm, comm) for comm in comms]
         self._copies = ModelCopies(module, len(own))
-        self._tiles = [
-            OwnTile(network, virtual, recompute, mixed)
-            for network, virtual in zip(self._copies.networks, self.meshes, strict=True)
-        ]
 
-    def forward(
-        self, tiles: dict[Value, Any], shapes: Shapes, samples: int, device: torch.device
-    ) -> MadeOfTiles:
+    def forward(self, tiles: dict[Value, Any], shapes: Shapes, samples: int) -> MadeOfTiles:
         self._copies.follow()
         draws = OnThreads(self.meshes)
 
@@ -72,7 +63,8 @@ class VirtualTiles:
                 pieces = {
                     value: self._leaf(number, tile, shapes[value]) for value, tile in tiles.items()
                 }
-                return self._tiles[number].forward(pieces, shapes, samples, device)
+                network, mesh = self._copies.networks[number], self.meshes[number]
+                return run_tile(network, mesh, pieces, shapes, samples, self._options)
 
         made = self.each(work)
         draws.finish()
@@ -108,8 +100,7 @@ class VirtualTiles:
 
     def take_gradients(self) -> tuple[list[nn.Parameter], list[Tensor | None]]:
         """Trainable parameters, and the gradients that backwards have accumulated for them."""
-        weights = self._copies.trained
-        grads = self._copies.take_gradients(weights)
+        weights, grads = self._copies.take_gradients()
         present = [grad for grad in grads if grad is not None]
         self.memory.release(present)
         if present:
@@ -163,11 +154,8 @@ class MadeOfTiles:
     def leaving(self, value: Value, shape: HandoverShape) -> Tensor:
         with self._tiles.memory.watch(), torch.no_grad():
             pieces = [made.leaving(value, shape) for made in self._made]
-        return self._joined(pieces, shape.sender)
-
-    def _joined(self, pieces: list[Tensor], layout: Layout) -> Tensor:
-        if len(layout.boxes) > 1:
-            return self._tiles.together(pieces, layout)
+        if len(shape.sender.boxes) > 1:
+            return self._tiles.together(pieces, shape.sender)
         return self._own_copy(pieces[0])
 
     def _own_copy(self, tensor: Tensor) -> Tensor:
@@ -323,9 +311,10 @@ class ModelCopies:
         """Trainable parameters of the network."""
         return [parameter for parameter in self._leaves if parameter.requires_grad]
 
-    def take_gradients(self, of: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Return and reset the gradients that backwards have accumulated for parameters."""
-        gradients = [self._leaves[parameter].grad for parameter in of]
+    def take_gradients(self) -> tuple[list[nn.Parameter], list[Tensor | None]]:
+        """Trainable parameters, and the gradients of their leaves, which are reset."""
+        trained = self.trained
+        gradients = [self._leaves[parameter].grad for parameter in trained]
         for leaf in self._leaves.values():
             leaf.grad = None
-        return gradients
+        return trained, gradients

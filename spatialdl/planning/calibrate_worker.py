@@ -24,7 +24,7 @@ from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.world import start_world
 from spatialdl.layout.layout import Box
-from spatialdl.planning.ledger import Ledger, RankOperation
+from spatialdl.spatial.streaming.ledger import Ledger, RankOperation
 
 aten = torch.ops.aten
 ROUNDS = 3

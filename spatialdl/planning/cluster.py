@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spatialdl.comm.dry import Axis, Talk
-from spatialdl.planning.ledger import RankOperation
+from spatialdl.spatial.streaming.ledger import RankOperation
 
 KINDS = {
     "conv": "convolution",

@@ -21,12 +21,12 @@ from spatialdl.comm.dry import Talk, record_talks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
-from spatialdl.planning.ledger import Ledger, Phase, RankOperation, taken
 from spatialdl.planning.peaks import Lives, lives, lives_between
 from spatialdl.planning.preflight import dry_loss
 from spatialdl.planning.program import DividedStage, LargestTile, NetworkParts, Program, local
 from spatialdl.spatial.channels.tensor import ChannelTensor, on_tile
 from spatialdl.spatial.random import keyed
+from spatialdl.spatial.streaming.ledger import Ledger, Phase, RankOperation, taken
 
 
 class Output(NamedTuple):
@@ -137,9 +137,9 @@ def count(
     tile = LargestTile(shape, grid, stream)
     entering: Mapping[Value, Tensor] = {IMAGE: tile.image(parts.dtype)}
     if divided is not None:
-        entering = program.entering(divided, uncut, grid, entering)
+        entering = parts.entering(divided, recording, entering)
         parts = program.divided(divided, uncut, shape[0], entering)
-    run = _Run(parts, recording, shape, tile, segments, on_cpu, entering)
+    run = _CountedRun(parts, recording, shape, tile, segments, on_cpu, entering)
     try:
         run.forward()
         run.backward()
@@ -148,7 +148,7 @@ def count(
         run.forget()
 
 
-class _Run:
+class _CountedRun:
     def __init__(
         self,
         parts: NetworkParts,

@@ -15,8 +15,9 @@ from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import Value
 from spatialdl.planning.costs import NetworkCosts, between, count, with_stage
-from spatialdl.planning.ledger import Ledger, RankOperation
 from spatialdl.planning.program import DividedStage, Program
+from spatialdl.spatial.meta import dtype_of
+from spatialdl.spatial.streaming.ledger import Ledger, RankOperation
 from spatialdl.spatial.streaming.sizes import ImageSizes, sizes_of
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
@@ -73,8 +74,8 @@ class PlannedJob:
     def sizes(self, samples: int) -> ImageSizes | None:
         """Sizes of the network for `samples` whole images, see `streaming.sizes`."""
         if samples not in self._sizes:
-            dtype = next((p.dtype for p in self.model.parameters()), torch.get_default_dtype())
-            self._sizes[samples] = sizes_of(self.model, (samples, *self.image), dtype)
+            shape = (samples, *self.image)
+            self._sizes[samples] = sizes_of(self.model, shape, dtype_of(self.model))
         return self._sizes[samples]
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spatialdl.planning.ledger import Ledger, StorageRecord
+from spatialdl.spatial.streaming.ledger import Ledger, StorageRecord
 
 Ints = NDArray[np.int64]
 

@@ -21,8 +21,8 @@ from spatialdl.pipeline.simulate import (
 )
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob, Recompute
-from spatialdl.planning.ledger import RankOperation
 from spatialdl.planning.stage import StageCosts, stage_costs
+from spatialdl.spatial.streaming.ledger import RankOperation
 
 Held = tuple[tuple[int, int], ...]
 """(copy, stage) pairs of a rank."""

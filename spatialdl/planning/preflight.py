@@ -7,6 +7,7 @@ Whether an operation is supported follows from global sizes, which are the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -22,14 +23,14 @@ from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.shapes import HandoverShapes
-from spatialdl.pipeline.source_lines import users_line_of
+from spatialdl.pipeline.shapes import HandoverShapes, divide_stage
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.spatial.channels.weights import Plan, divide, uses_of, whole_outputs
+from spatialdl.spatial.channels.weights import Plan, whole_outputs
 from spatialdl.spatial.checking.record import Recorder, Refusal
-from spatialdl.spatial.meta import meta_copy, on_meta
+from spatialdl.spatial.meta import dtype_of, meta_copy, on_meta, run_backward
 from spatialdl.spatial.random import keyed
+from spatialdl.spatial.source_lines import users_line_of
 from spatialdl.spatial.split import gather_before as gather
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -98,15 +99,20 @@ def preflight(
         # operations are still checked, on the grid of the first stage
         shadow, placement = meta_copy(model), Placement(1, placement.tile_grids[:1])
         found.stages = [shadow]
-    dtype = next((p.dtype for p in shadow.parameters()), torch.get_default_dtype())
-    run = _Run(found, placement, shape, dtype, tensor_plan)
+    run = PreflightRun(found, placement, shape, dtype_of(shadow), tensor_plan)
     run.forward()
     if run.output is not None:
         run.loss(criterion, segments, columns)
     return found
 
 
-class _Run:
+class _Ended(Exception):
+    """An error, which is recorded, ends the run."""
+
+
+class PreflightRun:
+    """Forward of all stages, each followed by its backward, as graphs are separate."""
+
     def __init__(
         self,
         found: Preflight,
@@ -118,48 +124,39 @@ class _Run:
         self._found, self._placement, self._shape = found, placement, shape
         self._plan = tensor_plan
         self._shapes = HandoverShapes(found.stages, placement, shape[1:], dtype)
-        self._modules = [meta_copy(stage).train() for stage in found.stages]
+        self._modules = [*self._shapes.stages, meta_copy(found.stages[-1])]
+        for module in self._modules:
+            module.train()
         self.output: Any = None
 
     def forward(self) -> None:
-        """Run the stages in order, each with its backward, as graphs are separate."""
-        samples = self._shape[0]
-        arrived = self._shapes.entering(samples)
-        for number, module in enumerate(self._modules):
-            taken = {value: _leaf(value, x) for value, x in arrived[number].items()}
-            self._found.entering.append(_largest(arrived[number].values(), self._placement.dims))
-            if not self._divided(number, taken):
-                return
-            outputs = self._tried(number, partial(_whole, module, taken, samples))
-            if outputs is None:
-                return
-            self.output = outputs.pop(OUTPUT, None)
-            self._backward(number, list(outputs.values()))
-            try:
-                detached = {value: x.detach() for value, x in (taken | outputs).items()}
-                self._shapes.pass_on(number, detached, arrived, samples)
-            except ValueError as error:
-                self._found.errors.append(str(error))
-                self.output = None
-                return
-
-    def _divided(self, number: int, taken: dict[Value, Tensor]) -> bool:
-        """Divide the channels of a stage; returns False on an error, which is recorded."""
-        module, ranks = self._modules[number], self._placement.tensor_parts(number)
-        if ranks == 1:
-            return True
-        comm = Dry(ranks - 1, ranks, "tensor")
-        run = partial(run_stage, values=taken, samples=self._shape[0])
         try:
-            divide(module, uses_of(module, comm, run, self._plan), comm)
-        except (RuntimeError, ValueError) as error:  # UnsupportedSpatialOp is the first
+            _, arrived = self._shapes.walk(self._shape[0], self._stage)
+            self.output = self._stage(len(arrived) - 1, arrived[-1])[OUTPUT]
+        except _Ended:
+            return
+        except ValueError as error:  # an output cannot pass a border
             self._found.errors.append(str(error))
-            return False
-        self._found.stages[number] = module
-        return True
+
+    def _stage(self, number: int, arrived: dict[Value, Tensor]) -> dict[Value, Any]:
+        module, samples = self._modules[number], self._shape[0]
+        self._found.entering.append(_largest(arrived.values(), self._placement.dims))
+        inputs = {value: _leaf(value, x) for value, x in arrived.items()}
+        ranks = self._placement.tensor_parts(number)
+        if ranks > 1:
+            try:
+                divide_stage(module, Dry(ranks - 1, ranks, "tensor"), inputs, samples, self._plan)
+            except (RuntimeError, ValueError) as error:  # UnsupportedSpatialOp is the first
+                self._found.errors.append(str(error))
+                raise _Ended from error
+            self._found.stages[number] = module
+        run = partial(run_stage, module, inputs, samples)
+        outputs: dict[Value, Any] = self._tried(number, lambda: whole_outputs(run()))
+        self._backward(number, [x for value, x in outputs.items() if value != OUTPUT])
+        return outputs
 
     def _tried(self, number: int, call: Callable[[], Any]) -> Any:
-        """Result of a call; None after an error, which is recorded."""
+        """Result of a call; an error is recorded, and ends the run."""
         recorder = Recorder(self._modules[number], dry=True)
         try:
             with recorder, on_meta(), keyed(0, 0, 0):
@@ -167,12 +164,13 @@ class _Run:
         except UnsupportedSpatialOp as error:
             if not any(str(error) == one.reason for one in recorder.refusals):
                 self._found.errors.append(str(error))
+            raise _Ended from error
         except Exception as error:
             self._found.errors.append(self._described(number, error))
+            raise _Ended from error
         finally:
             self._found.refusals += recorder.refusals
             self._found.guesses += recorder.guesses
-        return None
 
     def _described(self, number: int, error: Exception) -> str:
         text = " ".join(str(error).split())
@@ -180,13 +178,10 @@ class _Run:
         stage = f"stage {number}: " if len(self._modules) > 1 else ""
         return f"{stage}{type(error).__name__} at {users_line_of(error)}: {text}{after}"
 
-    def _backward(self, number: int, outputs: Sequence[Any]) -> None:
-        roots = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
-        if not roots:
-            return
+    def _backward(self, number: int, outputs: object) -> None:
         try:
             with on_meta():
-                torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+                run_backward(outputs)
         except UnsupportedSpatialOp as error:
             self._found.refusals.append(Refusal("backward", "", f"stage {number}", str(error)))
         except Exception as error:
@@ -198,9 +193,9 @@ class _Run:
         if criterion is not None:
             self._check_task(criterion, segments, columns)
         mesh = dry_mesh(self._placement.tile_grids[last])
-        loss = self._tried(last, lambda: (dry_loss(self.output, segments, self._shape, mesh),))
-        if loss is not None and loss[0] is not None:
-            self._backward(last, [loss[0]])
+        with suppress(_Ended):
+            loss = self._tried(last, lambda: dry_loss(self.output, segments, self._shape, mesh))
+            self._backward(last, loss)
 
     def _check_task(self, criterion: Criterion, segments: bool, columns: int | None) -> None:
         """Record an error if the output's shape does not fit the task."""
@@ -215,12 +210,6 @@ class _Run:
             self._found.errors.append(str(error))
         except Exception:
             return  # meta tensors have no values
-
-
-def _whole(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
-    """Outputs of a stage, with divided channels gathered."""
-    outputs: dict[Value, Any] = whole_outputs(run_stage(module, values, samples))
-    return outputs
 
 
 def _largest(tensors: Iterable[Tensor], dims: int) -> tuple[int, ...] | None:

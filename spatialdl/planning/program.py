@@ -30,7 +30,7 @@ from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain, values_
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of
 from spatialdl.spatial.channels.tensor import ChannelTensor, whole_of
 from spatialdl.spatial.channels.weights import divide, uses_of, whole_outputs
-from spatialdl.spatial.meta import computed_attributes, meta_copy
+from spatialdl.spatial.meta import computed_attributes, dtype_of, meta_copy, on_meta
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.tensor import SpatialTensor
@@ -87,7 +87,7 @@ class NetworkParts:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the images."""
-        return next((p.dtype for p in self._model.parameters()), torch.get_default_dtype())
+        return dtype_of(self._model)
 
     def uses(self, recording: Recording | None) -> dict[Value, list[int]]:
         """The parts that take a value, in order; the output is taken after all parts."""
@@ -124,15 +124,20 @@ class NetworkParts:
             values.update({value: whole_of(tensor) for value, tensor in values.items()})
         return output_of(recording, values) if number == len(self.pieces) - 1 else None
 
-    @torch.no_grad()
-    def passed(
-        self, number: int, values: Mapping[Value, Tensor], recording: Recording
+    def entering(
+        self, which: DividedStage, recording: Recording | None, images: Mapping[Value, Tensor]
     ) -> dict[Value, Tensor]:
-        """Values after a part, from those before it."""
-        values_after = dict(values)
-        with _META, keyed(0, 0, 0):
-            self.run(number, values_after, recording)
-        return values_after
+        """Inputs of a stage with whole channels, from the images of a rank."""
+        values = dict(images)
+        if recording is None:
+            return values
+        with torch.no_grad(), on_meta(), keyed(0, 0, 0):
+            for number in range(which.first):
+                self.run(number, values, recording)
+        last = len(self.pieces)
+        after = which.after + (which.after == last)  # the output is used after all parts
+        own, uses = {*range(which.first, after)}, self.uses(recording)
+        return {value: tensor for value, tensor in values.items() if own & {*uses.get(value, ())}}
 
     def divided(
         self, which: DividedStage, recording: Recording | None, entering: Mapping[Value, Tensor]
@@ -255,7 +260,6 @@ class Program:
         self._forward = Forward(self._model, image)
         self._model.train()
         self.refused = ""
-        self._before: dict[tuple[object, ...], list[dict[Value, Tensor]]] = {}
         self._divided: dict[tuple[bool, DividedStage], NetworkParts] = {}
         self._recording: Recording | None = None
         try:
@@ -319,31 +323,6 @@ class Program:
             CannotRecord: if its steps depend on the number of samples.
         """
         return None if self._recording is None else self._forward.of(samples, training=True)
-
-    def entering(
-        self,
-        stage: DividedStage,
-        uncut: bool,
-        grid: tuple[int, ...],
-        images: Mapping[Value, Tensor],
-    ) -> Mapping[Value, Tensor]:
-        """Inputs of a stage on a rank of a grid, with whole channels, in training.
-
-        Args:
-            images: of that rank.
-        """
-        parts = self.parts(uncut)
-        if not parts.is_recorded or self._recording is None:
-            return images
-        recording = self._forward.of(len(images[IMAGE]), training=True)
-        before = self._before.setdefault((uncut, grid, images[IMAGE].shape), [dict(images)])
-        while len(before) <= stage.first:
-            before.append(parts.passed(len(before) - 1, before[-1], recording))
-        last = len(parts.pieces)
-        after = stage.after + (stage.after == last)  # the output is used after all parts
-        own, uses = {*range(stage.first, after)}, parts.uses(recording)
-        values = before[stage.first]
-        return {value: tensor for value, tensor in values.items() if own & {*uses.get(value, ())}}
 
     def divided(
         self, which: DividedStage, uncut: bool, samples: int, entering: Mapping[Value, Tensor]

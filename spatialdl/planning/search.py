@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from spatialdl.layout.layout import by, nearly_cubic
 from spatialdl.pipeline.simulate import describe
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob, Recompute
-from spatialdl.planning.layout_text import draw_layout
 from spatialdl.planning.predict import Prediction, predict
+from spatialdl.training.console.run_log import ranks_text
 from spatialdl.training.layouts import (
     AUTO,
     check_batch,
@@ -373,18 +373,22 @@ def table(rows: Sequence[Row], job: PlannedJob, cluster: Cluster, found: int) ->
     return "\n".join(lines)
 
 
-def describe_stages(row: Row, job: PlannedJob) -> list[str]:
-    """Draw the image over the ranks of each stage, and name the layers of the stages."""
-    prediction = row.prediction
-    again = prediction.recompute == "block"
+def describe_stages(row: Row, job: PlannedJob) -> Iterator[str]:
+    """Yield the layout, and for each stage of the first replica its ranks and layers."""
+    placement, again = row.prediction.placement, row.prediction.recompute == "block"
     names = job.program(again).names
-    lines = draw_layout(prediction.placement)
-    for stage, (first, after) in enumerate(
-        pairwise(job.bounds(prediction.placement.widths, again))
-    ):
+    yield f"  {placement.describe()}"
+    if placement.stream:
+        yield f"  each rank processes its part as {by(placement.stream)} virtual tiles in turn"
+    for stage, (first, after) in enumerate(pairwise(job.bounds(placement.widths, again))):
+        grid, parts = placement.grids[stage], placement.batch_parts(stage)
+        split = f"{by(grid)} tiles" if prod(grid) > 1 else "whole images"
+        split = f"1/{parts} of the samples" if parts > 1 else split
+        if placement.tensor_parts(stage) > 1:
+            split += f", 1/{placement.tensor_parts(stage)} of the channels"
         last = f" to {names[after - 1]}" if after - first > 1 else ""
-        lines.append(f"  stage {stage}: {names[first] or 'all layers'}{last}")
-    return lines
+        ranks = ranks_text(placement.stage_ranks(stage, 0))
+        yield f"  stage {stage}, {ranks}: {split}; {names[first] or 'all layers'}{last}"
 
 
 def draw_timeline(row: Row, path: Path) -> None:

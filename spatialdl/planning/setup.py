@@ -23,6 +23,7 @@ from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.search import Row, limit, search, table
 from spatialdl.spatial.channels.weights import check_plan
 from spatialdl.spatial.split import gather_before
+from spatialdl.spatial.streaming.memory import limit_bytes
 from spatialdl.training.checks import check_config
 from spatialdl.training.layouts import AUTO
 from spatialdl.training.network.building import build_model
@@ -125,28 +126,14 @@ def job_of(config: DictConfig, cluster: Cluster) -> PlannedJob:
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
         on_cpu=cluster.cores is not None,
         tensor_plan=tuple(plan.items()),
-        limit=limit_bytes(config),
+        limit=limit_bytes(
+            config.trainer.memory_limit_gb,
+            config.parallel.stream_to,
+            key="trainer.memory_limit_gb",
+            where_key="parallel.stream_to",
+        ),
         store=store_of(config, on_cpu=cluster.cores is not None),
     )
-
-
-def limit_bytes(config: DictConfig) -> int | None:
-    """Memory limit of virtual tiles in bytes; None for no limit.
-
-    Raises:
-        ValueError: if it is not a positive number, or a folder is set without a limit.
-    """
-    limit, folder = config.trainer.memory_limit_gb, config.parallel.stream_to
-    if limit is None:
-        if folder is not None:
-            raise ValueError(
-                f"parallel.stream_to={folder} has no effect without trainer.memory_limit_gb: set "
-                "it, or leave parallel.stream_to out"
-            )
-        return None
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-        raise ValueError(f"trainer.memory_limit_gb={limit} must be a number above 0")
-    return int(limit * 1e9)
 
 
 def store_of(config: DictConfig, on_cpu: bool) -> Literal["disk", "host"]:

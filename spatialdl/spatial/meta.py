@@ -7,7 +7,7 @@ millisecond.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spatialdl.torch_internals import BatchNormBase, TorchDispatchMode
+from spatialdl.torch_internals import BatchNormBase, TorchDispatchMode, tree_leaves
 
 Known = dict[Any, Any]
 """Forms of results by operation, operands and default dtype; they depend on nothing else."""
@@ -37,8 +37,11 @@ class _Form:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module, device: str | torch.device = "meta") -> nn.Module:
     """A copy on the meta device, for shapes and costs; in eval mode, which accepts any batch.
+
+    Args:
+        device: another one, for copies that consist of fake tensors.
 
     Raises:
         ValueError: the model has uninitialized (lazy) parameters.
@@ -50,11 +53,11 @@ def meta_copy(model: nn.Module) -> nn.Module:
                 "module: run one forward, on an image of the data's size, where it is built"
             )
     memo: dict[int, object] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        id(p): nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
         for p in model.parameters()
     }
-    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    memo |= {id(one): torch.empty_like(one, device="meta") for one in computed_attributes(model)}
+    memo |= {id(b): torch.empty_like(b, device=device) for b in model.buffers()}
+    memo |= {id(one): torch.empty_like(one, device=device) for one in computed_attributes(model)}
     shadow = copy.deepcopy(model, memo).eval()
     for layer in shadow.modules():
         if isinstance(layer, BatchNormBase) and layer.momentum is None:
@@ -75,20 +78,44 @@ def computed_attributes(model: nn.Module) -> list[Tensor]:
     ]
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of a network's first parameter, in which it takes images."""
+    return next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+
+
+Note = Callable[[Any, Any, Any, Any], None]
+"""Receiver of an operation below autograd: function, args, kwargs, result."""
+
+
 @contextmanager
-def on_meta() -> Iterator[None]:
+def on_meta(note: Note | None = None) -> Iterator[None]:
     """Context of dry runs: new tensors are on the meta device, results of operations cached."""
     if len(KNOWN) > _MANY:
         KNOWN.clear()
-    with _CachedResults(), torch.device("meta"):  # type: ignore[no-untyped-call]
+    with _CachedResults(note), torch.device("meta"):
         yield
 
 
 class _CachedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, note: Note | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # its operations on plain tensors are dispatched here again
-        return run(func, args, kwargs or {})
+        result = run(func, args, kwargs or {})
+        if self._note is not None:
+            self._note(func, args, kwargs or {}, result)
+        return result
+
+
+def run_backward(outputs: Any) -> None:
+    """Run the backward of a dry run from all outputs that require gradients."""
+    roots = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
+    del outputs
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def run(func: Any, args: Any, kwargs: Any, known: Known = KNOWN) -> Any:

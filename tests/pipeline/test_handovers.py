@@ -1,13 +1,8 @@
-"""Simulated lanes of hand-overs: both sides use one message order, without deadlocks.
-
-A lane is a stream of messages without tags, as NCCL has: each waits until its peer has come to it.
-"""
+"""Lanes of hand-overs, streams of messages without tags as of NCCL: one order on both sides."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from itertools import count
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +12,7 @@ from spatialdl.pipeline.gradients import stage_groups
 from spatialdl.pipeline.handovers import MOST_LANES, keeps_order, lanes_of
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.shapes import Border, own_samples
-from spatialdl.pipeline.simulate import Action, Lists, Schedule, actions_of
+from spatialdl.pipeline.simulate import Action, Schedule, actions_of
 
 ONE, TWO = (1, 1), (2, 1)
 SIMPLE = [
@@ -61,149 +56,37 @@ def borders_of(placement: Placement) -> list[Border]:
     return found + [Border(stage, stage + 2) for stage in range(min(4, placement.stages - 2))]
 
 
-Message = tuple[int, Border, str, tuple[int, int], int]
-Item = tuple[str, object]
-
-
-class Ranks:
-    """The streams of all ranks, after the host of each has queued a step in them.
-
-    Args:
-        samples: of each micro-batch.
-        shared: one lane for both directions of a border.
-    """
-
-    def __init__(
-        self,
-        placement: Placement,
-        schedule: Schedule,
-        lists: Lists,
-        samples: list[int],
-        shared: bool = False,
-    ) -> None:
-        self.placement, self.samples, self.shared = placement, samples, shared
-        self.lanes = lanes_of(placement, schedule, borders_of(placement), 0)
-        self.streams: dict[tuple[int, object], deque[Item]] = {}
-        for rank in range(placement.world_size):
-            self.queue_step(rank, actions_of(rank, placement, lists))
-
-    def at_work(self, stage: int, microbatch: int, copy: int, tensor: int = 0) -> list[int]:
-        """Ranks of a stage that have samples of a micro-batch."""
-        ranks, samples = self.placement.ranks(stage, 0, copy, tensor), self.samples[microbatch]
-        return [r for n, r in enumerate(ranks) if own_samples(self.placement, stage, n, samples)]
-
-    def given(self, rank: int, action: Action, leaving: bool) -> Iterator[Message]:
-        """The messages that an action of a rank sends, or waits for."""
-        for (copy, border, direction, pair), ranks in self.lanes.items():
-            is_forward = direction == "forward"
-            end = border.giver if is_forward == leaving else border.taker
-            is_here = rank in ranks and copy == action.copy and end == action.stage
-            if is_here and direction == action.kind:
-                yield copy, border, direction, pair, action.microbatch
-
-    def put(self, rank: int, stream: object, *items: Item) -> None:
-        self.streams.setdefault((rank, stream), deque()).extend(items)
-
-    def lane(self, message: Message) -> object:
-        copy, border, direction, pair, _ = message
-        return (copy, border) if self.shared else (copy, border, direction, pair)
-
-    def queue_step(self, rank: int, actions: list[Action]) -> None:
-        """As `Pipeline.train_step`: the next action is expected before one runs."""
-        parts = range(self.placement.most_tensor_parts)
-        todo = [
-            a
-            for a in actions
-            if any(rank in self.at_work(a.stage, a.microbatch, a.copy, n) for n in parts)
-        ]
-        numbers, left = count(), []
-        coming = deque(todo)
-
-        def expect(computed: Item) -> None:
-            for message in self.given(rank, coming[0], leaving=False) if coming else ():
-                self.put(rank, self.lane(message), computed, ("message", message))
-
-        computed: Item = ("done", (rank, next(numbers)))
-        self.put(rank, "compute", computed)
-        expect(("wait", computed[1]))
-        for action in todo:
-            coming.popleft()
-            expect(("wait", computed[1]))
-            arriving = list(self.given(rank, action, leaving=False))
-            self.put(rank, "compute", *(("wait", (rank, message)) for message in arriving))
-            computed = ("done", (rank, next(numbers)))
-            self.put(rank, "compute", computed)
-            for message in self.given(rank, action, leaving=True):
-                self.put(rank, self.lane(message), ("wait", computed[1]), ("message", message))
-                left.append(message)
-        self.put(rank, "compute", *(("wait", (rank, message)) for message in left))
-
-    def peers(self, rank: int, message: Message) -> list[int]:
-        copy, border, _, pair, microbatch = message
-        ends = [
-            self.at_work(stage, microbatch, copy, tensor)
-            for stage, tensor in zip(border, pair, strict=True)
-        ]
-        return ends[1] if rank in ends[0] else ends[0]
-
-    def run(self) -> list[tuple[int, object]]:
-        """Let all streams go on as far as they can; those that do not come to their end."""
-        over: set[object] = set()
-        met: set[tuple[Message, int, int]] = set()
-        moved = True
-        while moved:
-            moved = False
-            for (rank, stream), items in self.streams.items():
-                while items and self.is_over(rank, stream, items[0], over, met):
-                    kind, what = items.popleft()
-                    over.add((rank, what) if kind == "message" else what)
-                    moved = True
-        return [key for key, items in self.streams.items() if items]
-
-    def is_over(
-        self,
-        rank: int,
-        stream: object,
-        item: Item,
-        over: set[object],
-        met: set[tuple[Message, int, int]],
-    ) -> bool:
-        kind, what = item
-        if kind != "message":
-            return kind == "done" or what in over
-        message: Message = what  # type: ignore[assignment]
-        for peer in self.peers(rank, message):
-            first = next(iter(self.streams.get((peer, stream), ())), None)
-            is_met = (message, rank, peer) in met
-            if is_met or first is None or first[0] != "message":
-                continue
-            other: Message = first[1]  # type: ignore[assignment]
-            is_for_me = rank in self.peers(peer, other) and (other, peer, rank) not in met
-            if other[:4] == message[:4] and is_for_me:  # NCCL would take the one for the other
-                assert other == message, f"rank {rank} is at {message}, rank {peer} at {other}"
-                met |= {(message, rank, peer), (message, peer, rank)}
-        return all((message, rank, peer) in met for peer in self.peers(rank, message))
-
-
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_all_messages_of_a_step_meet(case: tuple[str, Placement, int, int]) -> None:
+def test_both_ends_of_a_lane_come_to_its_messages_in_one_order(
+    case: tuple[str, Placement, int, int],
+) -> None:
     """In training and in evaluation, also where some ranks have no samples, or a micro-batch."""
     name, placement, microbatches, times = case
     schedule = make_schedule(name, placement, microbatches, times)
-    assert keeps_order(schedule.train)
-    assert keeps_order(schedule.evaluate)
+    lanes = lanes_of(placement, schedule, borders_of(placement), 0)
+    assert lanes
     for lists in (schedule.train, schedule.evaluate):
+        assert keeps_order(lists)
+        todo = [actions_of(rank, placement, lists) for rank in range(placement.world_size)]
         for samples in ([3] * microbatches, [(m + 1) % 3 for m in range(microbatches)]):
-            ranks = Ranks(placement, schedule, lists, samples)
-            assert ranks.lanes
-            assert ranks.run() == []
-
-
-def test_one_lane_for_both_directions_waits_for_ever() -> None:
-    placement = Placement(1, (ONE, ONE))
-    schedule = make_schedule("1f1b", placement, 3)
-    stuck = Ranks(placement, schedule, schedule.train, [1] * 3, shared=True).run()
-    assert {rank for rank, _ in stuck} == {0, 1}
+            for (copy, border, direction, pair), ranks in lanes.items():
+                sides = [
+                    placement.ranks(stage, 0, copy, tensor)
+                    for stage, tensor in zip(border, pair, strict=True)
+                ]
+                assert [*sides[0], *sides[1]] == ranks
+                for (m, left), (n, right) in product(*(enumerate(side) for side in sides)):
+                    orders = [
+                        [
+                            a.microbatch
+                            for a in todo[rank]
+                            if (a.kind, a.stage, a.copy) == (direction, stage, copy)
+                            and own_samples(placement, border.giver, m, samples[a.microbatch])
+                            and own_samples(placement, border.taker, n, samples[a.microbatch])
+                        ]
+                        for rank, stage in zip((left, right), border, strict=True)
+                    ]
+                    assert orders[0] == orders[1]
 
 
 def test_what_overtakes_has_no_lanes() -> None:

@@ -330,29 +330,18 @@ def in_place_alone(self, x):
 
 CUT = {one.__name__: one for one in (part_of_a_map, overwritten, without_version, no_grad, counted)}
 CUT |= {one.__name__: one for one in (view_of_state, shared_buffer, in_place_alone)}
+TOGETHER = {"part_of_a_map": 4, "no_grad": 1, "shared_buffer": 0, "in_place_alone": 0}
 
 
 @pytest.mark.parametrize("name", CUT)
 def test_a_network_cut_wherever_it_may_be_is_itself(name):
     torch.manual_seed(0)
     model = SharesMemory(CUT[name]).double()
-    free, _ = places_of(model)
+    free, together = places_of(model)
     assert free
+    assert len(together) == TOGETHER.get(name, len(together))
     check_cut(copy.deepcopy(model), free[len(free) // 2])
     check_cut(model, *free)
-
-
-@pytest.mark.parametrize(
-    ("name", "places"),
-    [
-        ("part_of_a_map", 4),
-        ("no_grad", 1),
-        ("shared_buffer", 0),
-        ("in_place_alone", 0),
-    ],
-)
-def test_only_what_shares_memory_is_kept_together(name, places):
-    assert len(places_of(SharesMemory(CUT[name]))[1]) == places
 
 
 def test_a_cut_between_a_view_and_what_writes_into_it_is_refused():

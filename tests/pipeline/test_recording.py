@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
-from spatialdl.pipeline.source_lines import is_library, users_line, users_line_of
 from spatialdl.pipeline.steps import IMAGE, Recording, output_of, run_step
+from spatialdl.spatial.source_lines import is_library, users_line, users_line_of
 from tests.pipeline.cutting import run_stages, stages_of, trained
 
 
@@ -123,27 +123,35 @@ class Twice(torch.autograd.Function):
         return grad * 5
 
 
-def test_an_autograd_function_is_one_step_with_its_own_backward():
+def test_a_module_that_calls_an_autograd_function_stays_whole():
     """What it calls inside once was taken for steps of the network, without a gradient."""
-    model = Runs(lambda self, x: Twice.apply(self.conv(x)).tanh(), conv=nn.Conv2d(3, 1, 1))
+    part = Runs(lambda self, x: Twice.apply(self.conv(x)), conv=nn.Conv2d(3, 1, 1))
+    part.requires_grad_(False)  # for now
+    model = Runs(lambda self, x: self.part(x).tanh(), part=part)
     recording = recorded(model)
-    assert names(recording) == ["conv", "Twice", "tanh"]
+    assert names(recording) == ["part", "tanh"]
+    part.requires_grad_()
     x = torch.randn(2, 3, 9, 7)
     gradients = []
     for run in (model, lambda x: replayed(model, recording, x)):
         model.zero_grad()
         run(x).sum().backward()
-        gradients.append(model.conv.weight.grad.clone())
+        gradients.append(part.conv.weight.grad.clone())
     assert torch.equal(*gradients)
-    assert Twice.apply.__self__ is Twice
-
-
-def test_a_part_that_cannot_be_written_down_stays_whole():
-    inner = Runs(lambda self, x: x.relu())
-    part = Runs(lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=inner)
-    assert names(recorded(Runs(lambda self, x: self.part(x).tanh(), part=part))) == ["part", "tanh"]
-    with pytest.raises(CannotRecord, match=r"passes a function or a module on"):
+    with pytest.raises(CannotRecord, match=r"calls a torch\.autograd\.Function.* separate module"):
         recorded(part)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_part_that_cannot_be_written_down_stays_whole(reentrant):
+    inner = Runs(lambda self, x: x.relu(), layer=nn.Conv2d(3, 3, 1))
+    part = Runs(lambda self, x: checkpoint(self.inner, x, use_reentrant=reentrant), inner=inner)
+    part = nn.Sequential(nn.Conv2d(3, 3, 1), part)
+    assert names(recorded(Runs(lambda self, x: self.part(x).tanh(), part=part))) == [
+        *("part.0", "part.1", "tanh")
+    ]
+    with pytest.raises(CannotRecord, match=r"calls a (part under hooks|torch\.autograd)"):
+        recorded(Runs(lambda self, x: part[1].function(part[1], self.part[0](x)), part=part))
 
 
 def in_bfloat16(self, x):

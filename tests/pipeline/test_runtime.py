@@ -18,10 +18,10 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import Layout
 from spatialdl.layout.placement import Placement
-from spatialdl.pipeline.batch_loss import Width, check_forwards_first
+from spatialdl.pipeline.batch_loss import check_forwards_first
 from spatialdl.pipeline.layout_checks import check_samples
-from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.own_tile import OwnTile, TileRegion, enter
+from spatialdl.pipeline.options import PipelineOptions, Width
+from spatialdl.pipeline.own_tile import enter, run_tile
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import gpipe, make_schedule, one_f_one_b
 from spatialdl.pipeline.stage import OUTPUT
@@ -47,11 +47,13 @@ class Checkpointed(nn.Module):
 
 def trained(again: partial | None, steps: int = 2, seed: int = 0) -> list[Tensor]:
     """Gradients of all steps; the weights stay as they are."""
-    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Checkpointed(again)
     one = Placement(1, ((1, 1),))
     schedule = make_schedule("gpipe", one, microbatches=1)
     pipeline = PipelineRuntime(
-        *(Checkpointed(again), one, schedule, SingleProcess(), F.cross_entropy, (3, 2, 2)),
+        *(model, one, schedule, SingleProcess(), F.cross_entropy, (3, 2, 2)),
         PipelineOptions(seed=seed),
     )
     gradients = []
@@ -63,17 +65,13 @@ def trained(again: partial | None, steps: int = 2, seed: int = 0) -> list[Tensor
 
 
 def test_steps_and_seeds_draw_other_numbers_and_runs_the_same():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
     first, second = trained(None)
+    assert torch.equal(torch.get_rng_state(), before)  # the default generator is left alone
     assert not torch.equal(first, second)
     assert not torch.equal(first, trained(None, seed=1)[0])
     assert torch.equal(second, trained(None)[1])
-
-
-def test_training_leaves_the_default_generator_alone():
-    trained(None, steps=1)
-    after = torch.rand(3)
-    trained(None, steps=2)
-    assert torch.equal(torch.rand(3), after)
 
 
 def test_a_checkpoint_of_the_network_itself_draws_again():
@@ -106,10 +104,14 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1), head).double()
 
 
-def pipeline_of(model: nn.Module) -> PipelineRuntime:
+def pipeline_of(
+    model: nn.Module,
+    criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    options: PipelineOptions | None = None,
+) -> PipelineRuntime:
     one = Placement(1, ((1, 1),))
     schedule = make_schedule("gpipe", one, 2)
-    return PipelineRuntime(model, one, schedule, SingleProcess(), F.cross_entropy, (3, 6, 5))
+    return PipelineRuntime(model, one, schedule, SingleProcess(), criterion, (3, 6, 5), options)
 
 
 @pytest.mark.parametrize(
@@ -157,51 +159,31 @@ def test_images_and_activations_are_gone_after_a_step_and_after_an_evaluation(
     del pipeline  # which was there until now
 
 
-# --- own tile
+# --- one tile
 
 
-WHOLE = Mesh(Axes(spatial=(1, 1)), 0, 0, SingleProcess(), SingleProcess())
-CPU = torch.device("cpu")
+def test_values_need_not_depend_on_anything_that_learns(model):
+    x, layer = images(3), model[0].requires_grad_(False)
+    mesh = Mesh(Axes(spatial=(1, 1)), 0, 0, SingleProcess(), SingleProcess())
+    shapes = {
+        value: HandoverShape(shape, x.dtype, *[Layout.even(3, shape[2:], (1, 1))] * 2)
+        for value, shape in ((IMAGE, (3, 3, 6, 5)), (OUTPUT, (3, 4, 4, 3)))
+    }
+    made = run_tile(layer, mesh, {IMAGE: x}, shapes, 3, PipelineOptions())
+    made.backward_of({OUTPUT: torch.ones(3, 4, 4, 3)}, shapes)
+    assert torch.equal(made.gradient(IMAGE, shapes[IMAGE]), torch.zeros_like(x))
 
 
-def whole(shape: tuple[int, ...]) -> HandoverShape:
-    layout = Layout.even(shape[0], shape[2:], (1, 1))
-    return HandoverShape(shape, torch.float64, layout, layout)
-
-
-def image() -> Tensor:
-    draw = torch.Generator().manual_seed(3)
-    return torch.randn(2, 3, 9, 7, dtype=torch.float64, generator=draw)
-
-
-@pytest.fixture
-def chain() -> nn.Module:
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.Conv2d(4, 4, 3), head).double()
-
-
-def test_values_need_not_depend_on_anything_that_learns(chain):
-    layer = chain[0].requires_grad_(False)
-    shapes = {IMAGE: whole((2, 3, 9, 7)), OUTPUT: whole((2, 4, 7, 5))}
-    made = OwnTile(layer, WHOLE, False, None).forward({IMAGE: image()}, shapes, 2, CPU)
-    made.backward_of({OUTPUT: torch.ones(2, 4, 7, 5)}, shapes)
-    assert torch.equal(made.gradient(IMAGE, shapes[IMAGE]), torch.zeros_like(image()))
-
-
-def test_layers_and_losses_are_cast_alike(chain):
-    given = image().float()
-    made = OwnTile(chain.float(), WHOLE, False, torch.bfloat16).forward(
-        {IMAGE: given}, {IMAGE: whole(given.shape)}, 2, CPU
-    )
-    assert made.output.dtype == torch.bfloat16
+def test_layers_and_losses_are_cast_alike(model):
     seen = []
 
     def criterion(output: Tensor, target: Tensor) -> Tensor:
-        seen.append(torch.mm(output.float().T, output.float()).dtype)
+        seen.extend([output.dtype, torch.mm(output.float().T, output.float()).dtype])
         return F.cross_entropy(output.float(), target)
 
-    made.backward_of_loss(criterion, torch.tensor([0, 2]), 1.0)
-    assert seen == [torch.bfloat16]
+    pipeline = pipeline_of(model.float(), criterion, PipelineOptions(mixed=torch.bfloat16))
+    pipeline.train_step([Microbatch(3, 0.5, images(n).float(), LABELS) for n in range(2)], 0)
+    assert seen == [torch.bfloat16] * 4
 
 
 def test_the_first_operation_may_write_into_a_leaf():
@@ -209,21 +191,6 @@ def test_the_first_operation_may_write_into_a_leaf():
     F.relu_(enter(leaf)).sum().backward()
     assert leaf.grad.tolist() == [0, 1]
     assert leaf.tolist() == [0, 2]  # the same memory
-
-
-def test_parts_are_made_when_they_are_asked_for():
-    whole = torch.arange(2 * 3 * 5 * 4).view(2, 3, 5, 4)
-    asked = []
-
-    def read(part):
-        asked.append(part)
-        return whole[part]
-
-    region = TileRegion((2, 3, 5, 4), torch.int64, (10, 4), read)
-    assert asked == []
-    part = (..., slice(1, 3), slice(0, 2))
-    assert torch.equal(region[part], whole[:, :, 1:3, :2])
-    assert asked == [part]
 
 
 # --- batch loss

@@ -1,17 +1,11 @@
-"""The order of actions: that of PyTorch, what was published about it, and what is refused."""
+"""The order of actions: what was published about it, and what is refused."""
 
 from __future__ import annotations
 
 import re
 from itertools import product
-from unittest.mock import MagicMock
 
 import pytest
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
 
 from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.schedule import (
@@ -56,63 +50,6 @@ def test_every_stage_sees_every_microbatch_once_in_one_copy_and_in_order(name, p
                     assert numbers == sorted(numbers)
             held = {(p.stage, p.copy) for p in placement.positions(group)}
             assert {(a.stage, a.copy) for a in actions} <= held
-
-
-KINDS = {
-    "FORWARD": "forward",
-    "FULL_BACKWARD": "backward",
-}
-
-
-def run_of_pytorch(kind, stages, stage, microbatches):
-    """What a schedule of torch.distributed.pipelining has a stage do, run with a stage of paper."""
-    done = []
-    paper = MagicMock(num_stages=stages, stage_index=stage, is_last=False)
-    for messages in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send"):
-        getattr(paper, f"get_{messages}_ops").return_value = []
-    for name in ("forward", "backward"):
-        getattr(paper, f"{name}_one_chunk").side_effect = lambda m, *args, name=name, **kwargs: (
-            done.append((name, stage, m))
-        )
-    schedule = kind(paper, microbatches, loss_fn=lambda output, target: None)
-    schedule._initialize_stage = lambda *args, **kwargs: None
-    schedule._step_microbatches([()] * microbatches, [{}] * microbatches)
-    return done
-
-
-def order_of_pytorch(groups, group, interleave, microbatches):
-    """The same as computed for stages of paper."""
-    stages = []
-    for number in range(interleave):
-        stage = MagicMock(group_size=groups, group_rank=group, is_last=False)
-        stage.num_stages, stage.stage_index = groups * interleave, group + number * groups
-        stages.append(stage)
-    schedule = ScheduleInterleaved1F1B(stages, microbatches, loss_fn=lambda output, target: None)
-    actions = [action for action in schedule.pipeline_order[group] if action is not None]
-    return [(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in actions]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_order_is_that_of_pytorchs_own_pipelines(name):
-    for groups, microbatches in product((1, 2, 3, 4, 8), (1, 2, 3, 8, 9, 16)):
-        interleave = 2 + (groups == 4) if name == "interleaved" else 1
-        blocks = max(1, microbatches // groups)
-        # PyTorch's takes as many micro-batches as stages, and blocks of one size
-        if (microbatches < groups and name == "1f1b") or (
-            microbatches % blocks and name == "interleaved"
-        ):
-            continue
-        if name == "interleaved":
-            lists = interleaved(groups, microbatches, interleave)
-        else:
-            lists = SIMPLE[name](groups, microbatches)
-        for group, actions in enumerate(lists):
-            if name in ("gpipe", "1f1b"):
-                kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
-                expected = run_of_pytorch(kind, groups, group, microbatches)
-            else:
-                expected = order_of_pytorch(groups, group, interleave, microbatches)
-            assert [(a.kind, a.stage, a.microbatch) for a in actions] == expected
 
 
 def test_names_make_the_schedules_of_their_functions() -> None:
@@ -232,13 +169,6 @@ def test_with_gems_nobody_waits_for_ever_and_no_more_is_held_than_said(groups):
             assert max(both.peak_held) <= 2 * size
             assert both.seconds <= simulate(mast(groups, microbatches, times), costs).seconds
             simulate(both_forwards(groups, microbatches, times), costs)
-
-
-def test_two_groups_that_do_both_copies_at_once_never_wait():
-    """Layer parallelism, or a pipeline of the same micro-batches, does."""
-    for microbatches in range(2, 33, 2):
-        assert simulate(basic(2, microbatches), StageSeconds.even(2)).bubble == 0
-        assert simulate(gpipe(2, microbatches), StageSeconds.even(2)).bubble > 0
 
 
 @pytest.mark.parametrize("make", [mast, basic, both_forwards])

@@ -49,11 +49,6 @@ def test_the_slowest_stage_sets_the_pace():
     ]
 
 
-def test_nothing_takes_no_time():
-    timeline = simulate([[], []], StageSeconds.even(2))
-    assert (timeline.seconds, timeline.bubble, timeline.peak_held) == (0.0, 0.0, (0, 0))
-
-
 def test_merged_actions_come_after_what_they_need():
     for groups, microbatches in ((1, 3), (3, 1), (3, 7), (8, 4)):
         order = merged(one_f_one_b(groups, microbatches))
@@ -109,19 +104,12 @@ SECOND = [
 ]
 
 
-def test_what_an_action_waits_for_another_stage_does_not_count():
+def test_costs_are_medians_without_what_an_action_waits_for_another_stage():
     assert [busy for _, busy in busy_times(FIRST)] == [1.0, 2.0, 1.5]
-
-
-def test_costs_are_medians_over_all_that_was_done():
     costs = measured_costs([FIRST, SECOND], stages=3)
     assert list(costs.forward) == [2.0, 0.5, 0.0]
     assert list(costs.backward) == [1.5, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("ranks", [[], [[]], [[Span("data", "wait", 0.0, 1.0)]]])
-def test_nothing_costs_nothing(ranks):
-    assert measured_costs(ranks, 2).forward == [0.0, 0.0]
+    assert measured_costs([[Span("data", "wait", 0.0, 1.0)]], 2).forward == [0.0, 0.0]
 
 
 def forwards(*numbers, stage=0):

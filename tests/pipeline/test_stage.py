@@ -192,16 +192,11 @@ def test_a_part_has_the_modes_that_the_whole_network_sets(inside):
 
 
 def test_layers_that_rest_stay_in_evaluation_and_so_do_their_copies():
+    """Others whose weights a user has frozen do not, as in PyTorch."""
     stage = nn.Sequential(nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()))
+    stage.requires_grad_(False)
     rest_in_training(stage[0])
     for one in (stage, copy.deepcopy(stage)):
         one.eval()
         start_training(one)
         assert [layer.training for layer in (one, *one, *one[1])] == [True, False, True, True, True]
-
-
-def test_weights_that_do_not_learn_are_no_rest():
-    """BatchNorm of which a user has frozen the weights counts on, as in PyTorch."""
-    stage = nn.Sequential(nn.BatchNorm2d(2)).requires_grad_(False).eval()
-    start_training(stage)
-    assert stage[0].training

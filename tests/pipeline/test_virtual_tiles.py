@@ -24,13 +24,10 @@ from spatialdl.layout.layout import Layout
 from spatialdl.layout.placement import Placement
 from spatialdl.models.resnet import resnet18
 from spatialdl.models.unet import unet, unet3d
-from spatialdl.models.vit import VisionTransformer
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import TileRegion
-from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.pipeline.shapes import HandoverShapes, SplitShape, over_ranks
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.pipeline.steps import IMAGE, Value
@@ -39,7 +36,6 @@ from spatialdl.spatial.streaming.memory import Memory
 from spatialdl.spatial.streaming.store import DiskStore
 from spatialdl.training.tasks.losses import segmentation_loss
 
-CPU = torch.device("cpu")
 WEIGHT = 0.3
 
 
@@ -54,7 +50,8 @@ def tiles_of(
     memory: Memory | None = None,
     recompute: bool = False,
 ) -> VirtualTiles:
-    return VirtualTiles(module, mesh_of(stream), recompute, None, memory or Memory())
+    options = PipelineOptions(recompute="stage" if recompute else "none")
+    return VirtualTiles(module, mesh_of(stream), options, memory or Memory())
 
 
 def image(*shape: int) -> Tensor:
@@ -110,7 +107,7 @@ def test_a_step_with_activations_on_a_disk_equals_that_of_the_whole_image(
     memory = Memory(600_000, DiskStore(tmp_path))
     tiles = tiles_of(model, stream, memory, recompute)
     shapes = entering(x, stream)
-    made = tiles.forward({IMAGE: x}, shapes, len(x), CPU)
+    made = tiles.forward({IMAGE: x}, shapes, len(x))
     torch.testing.assert_close(made.output, output.detach(), rtol=1e-10, atol=1e-10)
     given = region(target, len(stream)) if maps else target
     value = made.backward_of_loss(criterion, given, WEIGHT)
@@ -131,113 +128,52 @@ def test_what_has_left_stays_in_memory(stream, tmp_path):
     size = Layout.even(1, (10_000,), (1,))
     whole = HandoverShape((1, 10_000), x.dtype, size, size)
     with torch.no_grad():
-        first = tiles.forward({IMAGE: x}, entering(x, stream), 1, CPU)
+        first = tiles.forward({IMAGE: x}, entering(x, stream), 1)
         found = [first.output, first.leaving(OUTPUT, whole)]
-        tiles.forward({IMAGE: x * 2}, entering(x, stream), 1, CPU)
+        tiles.forward({IMAGE: x * 2}, entering(x, stream), 1)
     assert tiles.memory.store.written > 0
     for one in found:
         assert one.untyped_storage().nbytes() > 0
         torch.testing.assert_close(one, x.mean((2, 3)))
 
 
-def test_modes_and_weights_are_those_of_the_network_at_each_forward():
-    torch.manual_seed(0)
-    model, x = resnet18(3, width=8).double(), image(2, 3, 33, 34)
-    tiles = tiles_of(model, (2, 2))
-    tiles.forward({IMAGE: x}, entering(x, (2, 2)), 2, CPU)
-    model.eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data = parameter + 0.01  # other memory
-        found = tiles.forward({IMAGE: x}, entering(x, (2, 2)), 2, CPU).output
-        torch.testing.assert_close(found, model(x), rtol=1e-10, atol=1e-10)
-
-
-class Skips(nn.Module):
-    """The image, a map, a vector and a number go to later stages, one of them to two."""
+class Tied(nn.Module):
+    """A weight under two names, and settings."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)
-        self.pool, self.three = nn.AdaptiveAvgPool2d(1), nn.Conv2d(7, 4, 3, padding=1)
-        self.end = nn.Linear(4, 3)
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm2d(3)
+        self.register_buffer("nothing", None)
+        self.rate = 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self.one(x)
-        second = self.two(first)
-        vector = self.pool(first)
-        third = self.three(torch.cat([first, x], 1)) * vector
-        return self.end(third.mean((2, 3)) + second.mean((2, 3)) + vector.flatten(1))
+        return self.norm(self.second(self.first(x))).mean((2, 3)) * self.rate
 
 
-CUT = {
-    "tokens": (
-        partial(VisionTransformer, 3, patch=4, width=8, depth=2, heads=2, registers=2),
-        ["blocks.0", "blocks.1"],
-        (2, 3, 20, 28),
-        (2, 2),
-    ),
-    "skips": (Skips, ["two", "three"], (2, 3, 13, 16), (1, 3)),
-}
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_what_stages_hand_over_equals_the_whole_image(name, tmp_path):
-    make, names, shape, stream = CUT[name]
+def test_weights_modes_and_settings_are_those_of_the_network_at_each_forward():
     torch.manual_seed(0)
-    model = make().double()
-    plain, x = copy.deepcopy(model), image(*shape)
-    output = plain(x)
-    target = torch.arange(len(x)) % 3
-    F.cross_entropy(output, target).backward()
-
-    stages = cut(model, [1] * 3, names, shape[1:])
-    placement = Placement(1, ((1, 1),) * 3, stream=stream)
-    passing = HandoverShapes(stages, placement, shape[1:], x.dtype).of(len(x))
-    memory = Memory(100_000, DiskStore(tmp_path))
-    workers = [tiles_of(stage, stream, memory) for stage in stages]
-    inputs: list[dict[Value, Any]] = [{IMAGE: x}, {}, {}]
-    shapes = [entering(x, stream), {}, {}]
-    made = []
-    for number, worker in enumerate(workers):
-        made.append(worker.forward(inputs[number], shapes[number], len(x), CPU))
-        for border, values in passing.items():
-            for value, part in values.items() if border.giver == number else ():
-                tile = made[-1].leaving(value, part)
-                assert tuple(tile.shape) == over_ranks(part, stream).shape
-                learns = value != IMAGE
-                inputs[border.taker][value] = tile.clone().requires_grad_(learns)
-                shapes[border.taker][value] = part
-    assert any(isinstance(p, SplitShape) for p in shapes[1].values()) == (name == "tokens")
-    torch.testing.assert_close(made[-1].output, output.detach(), rtol=1e-10, atol=1e-10)
-    made[-1].backward_of_loss(F.cross_entropy, target, 1.0)
-    for number in (1, 0):
-        grads: dict[Value, Tensor] = {}
-        for border, values in passing.items():
-            for value, part in values.items() if border.giver == number else ():
-                if value != IMAGE:
-                    grad = made[border.taker].gradient(value, part)
-                    grads[value] = grads[value] + grad if value in grads else grad
-        parts = {
-            v: part for b, one in passing.items() if b.giver == number for v, part in one.items()
-        }
-        made[number].backward_of(grads, parts)
-    assert_same(state(model), state(plain))
-
-
-class Several(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        tokens = x.flatten(2).transpose(1, 2)
-        return {"map": x * 2, "tokens": tokens * 3, "number": 7, "mean": x.mean((2, 3))}
-
-
-def test_outputs_of_all_kinds_are_put_together(tmp_path):
-    x = image(2, 3, 90, 81)
-    tiles = tiles_of(Several(), (3, 2), Memory(50_000, DiskStore(tmp_path)))
-    found = tiles.forward({IMAGE: x}, entering(x, (3, 2)), 2, CPU).output
-    expected = Several()(x)
-    assert found.pop("number") == expected.pop("number")
-    assert_same(found, expected)
+    model, x = Tied().double(), image(2, 3, 33, 34)
+    tiles = tiles_of(model, (2, 2))
+    tiles.forward({IMAGE: x}, entering(x, (2, 2)), 2)
+    model.eval()
+    model.rate = 2.0
+    model.first.bias.requires_grad_(False)
+    with torch.no_grad():
+        model.norm.running_mean += 7
+        for parameter in model.parameters():
+            parameter.data = parameter + 0.01  # other memory, as averaged weights have
+    made = tiles.forward({IMAGE: x}, entering(x, (2, 2)), 2)
+    torch.testing.assert_close(made.output, model(x).detach(), rtol=1e-10, atol=1e-10)
+    own = [p.untyped_storage().data_ptr() for p in model.parameters()]
+    for network in tiles._copies.networks[1:]:  # weights are in memory once
+        assert [p.untyped_storage().data_ptr() for p in network.parameters()] == own
+    made.backward_of_loss(lambda output, target: output.square().mean(), None, 1.0)
+    whole = copy.deepcopy(model)
+    whole.zero_grad()
+    whole(x).square().mean().backward()
+    assert_same(state(model), state(whole))
 
 
 def test_pieces_make_up_the_tile():

@@ -13,7 +13,7 @@ from spatialdl.common import files as saving
 from spatialdl.planning import calibrate
 from spatialdl.planning.calibrate import environment, run_worker
 from spatialdl.planning.cluster import Rate, cluster_of
-from spatialdl.planning.ledger import RankOperation
+from spatialdl.spatial.streaming.ledger import RankOperation
 
 
 def test_a_rate_has_a_part_for_itself_one_for_operations_and_one_for_bytes():
@@ -68,11 +68,6 @@ def test_clusters_that_make_no_sense_are_refused(figures, change, sentence):
         cluster_of({**figures, **change})
 
 
-def test_a_cluster_without_figures_is_refused():
-    with pytest.raises(ValueError, match="cluster=mine is incomplete: 'rates'"):
-        cluster_of({"name": "mine"})
-
-
 # --- calibrate
 
 
@@ -107,6 +102,8 @@ def test_what_was_measured_is_kept_and_is_a_cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "run_worker", lambda command, environment, show: measurement())
     monkeypatch.setattr(calibrate, "_base_mb", lambda layout: 300.0 + (layout == "dp"))
+    calibrate.cache_file().parent.mkdir()
+    calibrate.cache_file().write_text("{")  # which counts as none
     assert calibrate.measured() is None
     made = calibrate.calibrate()
     assert calibrate.cache_file().parent.parent == tmp_path
@@ -138,13 +135,6 @@ def test_what_was_measured_before_stays_until_all_is_written(monkeypatch, tmp_pa
     assert list(calibrate.cache_file().parent.iterdir()) == [calibrate.cache_file()]
 
 
-def test_a_file_that_is_broken_counts_as_none(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calibrate.cache_file().parent.mkdir()
-    calibrate.cache_file().write_text("{")
-    assert calibrate.measured() is None
-
-
 @pytest.mark.slow
 def test_ranks_measure_all_kinds_in_all_ways():
     found = run_worker([*mpiexec_command(3), *calibrate.WORKER], environment(1))
@@ -167,13 +157,10 @@ def test_memory_is_as_pytorch_comes_or_as_the_product_sets_it(plain):
     assert settings.items() <= found.items()
 
 
-def test_a_worker_tells_in_its_last_line():
+def test_a_worker_tells_in_its_last_line_and_is_quoted_if_it_fails():
     program = "import os; print('starting'); print(os.environ['FOUND'])"
     environment = {**os.environ, "FOUND": '{"seconds": [1.5]}'}
     found = calibrate.run_worker([sys.executable, "-c", program], environment)
     assert found == {"seconds": [1.5]}
-
-
-def test_a_worker_that_fails_is_quoted():
     with pytest.raises(RuntimeError, match="no such model"):
         calibrate.run_worker([sys.executable, "-c", "raise SystemExit('no such model')"], {})

@@ -153,21 +153,6 @@ def test_a_head_over_a_flattened_map_multiplies_its_own_columns():
     assert [talk.bytes for talk in heads[1].forward_messages] == [2 * 5 * 4]
 
 
-class Sorted(nn.Module):
-    def forward(self, x):
-        return x.sort(2).values
-
-
-def test_layers_that_cannot_work_on_a_grid_are_told():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), Sorted(), nn.Linear(6, 2))
-    found = count(program(model), (1, 3, 8, 8), (2, 1))
-    assert [one.name for one in found.layers] == ["0", "1"]
-    assert found.loss is None
-    assert str(found.refused).startswith("2: sort")
-    with pytest.raises(RuntimeError):
-        count(program(model), (1, 3, 9, 9))
-
-
 def test_a_rank_has_some_channels_and_says_so_on_another_axis():
     model, shape = program(small()), (2, 3, 12, 7)
     conv, relu, _, _, linear = count(model, shape, divided=DividedStage(2, 0, 5)).layers

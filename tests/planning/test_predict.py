@@ -152,17 +152,12 @@ def test_the_optimizer_changes_what_a_rank_has(job, figures):
 # --- virtual tiles
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "task=segmentation model=unet model.width=8 model.depth=2 parallel.stream=[3,4] "
-        "data.batch_size=2 parallel.microbatches=2 data.image_size=[400,420] "
-        "trainer.memory_limit_gb=0.015",
-        "model=resnet18 model.width=16 parallel.stream=[2,2] data.batch_size=1 "
-        "data.image_size=[512,480] trainer.memory_limit_gb=0.01",
-    ],
-)
-def test_a_training_step_stores_at_least_what_is_predicted(words, paper, tmp_path):
+def test_a_training_step_stores_at_least_what_is_predicted(paper, tmp_path):
+    words = (
+        "task=segmentation model=unet model.width=8 model.depth=2 parallel.stream=[2,2] "
+        "data.batch_size=2 parallel.microbatches=2 data.image_size=[200,210] "
+        "trainer.memory_limit_gb=0.00375"
+    )
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",

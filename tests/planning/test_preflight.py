@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spatialdl import gather_before, init_mesh
 from spatialdl.comm.mesh import Mesh
 from spatialdl.layout.placement import Placement
-from spatialdl.models import amoebanet_d, resnet18, resnet50, unet
+from spatialdl.models import resnet18, resnet50, unet
 from spatialdl.planning.costs import count
 from spatialdl.planning.preflight import dry_loss, preflight
 from spatialdl.planning.program import Program
@@ -91,7 +91,6 @@ def test_in_stages_only_what_is_done_on_tiles_is_refused():
     [
         (lambda: resnet18(num_classes=3, width=4), Placement(1, ((2, 2), (2, 1), (1, 1)))),
         (lambda: unet(num_classes=3, width=4), Placement(1, ((2, 1), (2, 1)))),
-        (lambda: amoebanet_d(num_classes=3, layers=3, filters=16), TWO),
     ],
 )
 def test_networks_that_work_pass(network, placement):
@@ -264,11 +263,9 @@ def test_what_is_kept_is_what_the_real_loss_keeps(segments, shape, real, alone):
 
 
 def test_other_outputs_have_a_gradient_too_or_no_loss(alone):
-    for shape in ((2, 5, 7), (3, 5), (2, 5, 8, 6)):
-        output = torch.rand(shape, device="meta", requires_grad=True)
-        assert kept(lambda x: dry_loss(x, False, (2, 3, 16, 12), alone), output) == {}
-    given = (torch.rand(2, 5, device="meta"), None, {"logits": 3})
-    assert [dry_loss(one, False, (2, 3, 16, 12), alone) for one in given] == [None] * 3
+    output = torch.rand(2, 5, 7, device="meta", requires_grad=True)
+    assert kept(lambda x: dry_loss(x, False, (2, 3, 16, 12), alone), output) == {}
+    assert dry_loss({"logits": 3}, False, (2, 3, 16, 12), alone) is None
 
 
 def test_on_a_grid_the_numerators_are_added_up():

@@ -20,11 +20,11 @@ from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import CannotWork, PlannedJob
-from spatialdl.planning.ledger import Ledger
 from spatialdl.planning.preflight import dry_loss
 from spatialdl.planning.stage import stage_costs
 from spatialdl.spatial.meta import meta_copy
 from spatialdl.spatial.random import keyed
+from spatialdl.spatial.streaming.ledger import Ledger
 
 ONE = (1, 1)
 PIXELS = 10 * 7
@@ -156,17 +156,6 @@ def test_buffers_are_those_of_the_stage(paper):
     job = chain(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 1), nn.BatchNorm2d(5))
     found = stage_costs(replace(job, names=("2",)), paper, Placement(1, (ONE, ONE)), 2, "none")
     assert [one.buffers for one in found] == [4 * 2 * 4 + 8, 4 * 2 * 5 + 8]
-
-
-def test_on_a_cpu_small_tensors_lie_in_the_heap(three, paper):
-    job = replace(three, on_cpu=True)
-    everything, heap, mapped = (
-        stage_costs(job, paper, Placement(1, (ONE,)), 2, "none", memory)[0]
-        for memory in ("all", "heap", "mapped")
-    )
-    assert heap == everything
-    assert (mapped.held, mapped.input, mapped.weights) == (0, 0, 0)
-    assert mapped.forward_peak == mapped.backward_peak == 0
 
 
 # --- a network that is no chain

@@ -1,1 +1,1 @@
-"""Checks of a network: a dry run for a layout, and a comparison with a single process."""
+"""Comparison of a network on split images with a single process."""

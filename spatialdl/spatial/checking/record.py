@@ -7,6 +7,7 @@ again if possible. So one run finds all unsupported operations and their number 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.pipeline.source_lines import users_line
 from spatialdl.spatial import SpatialTensor
 from spatialdl.spatial.dims import apart, from_image, to_image
+from spatialdl.spatial.source_lines import users_line
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import from_tile, to_tile
 from spatialdl.torch_internals import tree_flatten, tree_map
@@ -55,6 +56,7 @@ class Refusal(NamedTuple):
         return f"{self.operation}{at}" + (f" in {self.module}" if self.module else "")
 
 
+@dataclass
 class Operation:
     """A function of PyTorch called on split images.
 
@@ -62,22 +64,13 @@ class Operation:
         name: such as ``torch.nn.functional.conv2d``.
         calls: number of calls.
         refused: number of refused calls.
-        reason: message of the first refusal.
-        where: ``file:line`` of the first refused call in the network's source, as far as known.
-        module: name and class of its module.
+        refusal: the first one.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.calls = 0
-        self.refused = 0
-        self.reason = ""
-        self.where = ""
-        self.module = ""
-
-    def place(self) -> str:
-        """The operation and the location of its first refused call."""
-        return Refusal(self.name, self.where, self.module, self.reason).place()
+    name: str
+    calls: int = 0
+    refused: int = 0
+    refusal: Refusal | None = None
 
 
 class Recorder(TorchFunctionMode):
@@ -110,9 +103,9 @@ class Recorder(TorchFunctionMode):
             self._follow(module, name, shown)
 
     @property
-    def refused(self) -> list[Operation]:
-        """Operations with at least one refused call."""
-        return [operation for operation in self.operations.values() if operation.refused]
+    def refused(self) -> list[Refusal]:
+        """The first refusal of each operation that has one."""
+        return [one.refusal for one in self.operations.values() if one.refusal is not None]
 
     def table(self, exact: bool) -> list[str]:
         """Table of operations with their calls and verdicts.
@@ -125,8 +118,9 @@ class Recorder(TorchFunctionMode):
         lines = [f"{'operation':{width}}  calls  verdict"]
         for name, operation in self.operations.items():
             done = operation.calls - operation.refused
-            words = [f"refused {operation.where}".strip()] if operation.refused else []
-            if done and operation.refused:
+            first = operation.refusal
+            words = [] if first is None else [f"refused {first.where}".strip()]
+            if done and words:
                 words[0] = f"{operation.refused} {words[0]}"
             if done:
                 words.append("exact" if exact else "done")
@@ -179,9 +173,7 @@ class Recorder(TorchFunctionMode):
         place = Refusal(operation.name, where, module, str(refusal), around)
         if not any(place[:3] == known[:3] for known in self.refusals):
             self.refusals.append(place)
-        if operation.refused == 1:
-            operation.reason = str(refusal)
-            operation.where, operation.module = where, module
+        operation.refusal = operation.refusal or place
 
     def _gathered(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         like = _spatial(args, kwargs)[0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.allocator import available_memory
-from spatialdl.spatial.streaming.store import FileStore, Places, Slot, bytes_of
+from spatialdl.spatial.streaming.store import FileStore, Store, Transfer, bytes_of
 
 Result = TypeVar("Result")
 
@@ -26,44 +26,26 @@ STAGED = 8
 """Maximum number of staging buffers of pinned memory for copies to or from a disk."""
 
 
-class PinnedStore:
-    """Store of device storages in pinned host memory; see `store.Store`."""
-
-    place = "pinned host memory"
+class PinnedStore(Store):
+    """Store of device storages in pinned host memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copies, self._places = CopyStreams(device), Places()
+        super().__init__(device, Path(tempfile.gettempdir()), "pinned host memory")
+        self._copies = CopyStreams(device)
         self._chunks: list[Tensor] = []
-        self.folder = Path(tempfile.gettempdir())
-        self.device: torch.device | None = device
-        self.written = self.read = 0
-
-    @property
-    def peak(self) -> int:
-        return self._places.end
 
     @property
     def room(self) -> int:
         """Available memory of the machine, including memory that is already pinned."""
         return available_memory() + len(self._chunks) * CHUNK
 
-    def put(self, storage: torch.UntypedStorage) -> Slot:
-        slot = self._places.take(storage.nbytes())
+    def _store(self, storage: torch.UntypedStorage, start: int) -> Transfer:
         while len(self._chunks) * CHUNK < self._places.end:
             self._chunks.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True))
-        slot.transfer = self._copies.out(storage, self._pieces(slot.start, storage.nbytes()))
-        self.written += storage.nbytes()
-        return slot
+        return self._copies.out(storage, self._pieces(start, storage.nbytes()))
 
-    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        slot.transfer = self._copies.back(self._pieces(slot.start, storage.nbytes()), storage)
-        self.read += storage.nbytes()
-
-    def free(self, slot: Slot) -> None:
-        self._places.free(slot)
-
-    def close(self) -> None:
-        self._chunks = []
+    def _load(self, start: int, storage: torch.UntypedStorage) -> Transfer:
+        return self._copies.back(self._pieces(start, storage.nbytes()), storage)
 
     def _pieces(self, start: int, nbytes: int) -> list[Tensor]:
         """Slices of the chunks that make up a range of bytes."""
@@ -77,43 +59,33 @@ class PinnedStore:
 
 
 class DeviceDiskStore(FileStore):
-    """Store of device storages in a file, staged in pinned memory; see `store.Store`.
-
-    Args:
-        folder: on a disk with free space; by default that for temporary files (`TMPDIR`).
-
-    Raises:
-        ValueError: if no file can be created there.
-    """
+    """Store of device storages in a file, staged in pinned memory; see `FileStore`."""
 
     def __init__(self, device: torch.device, folder: str | Path | None = None) -> None:
         super().__init__(folder, device)
         self._copies = CopyStreams(device)
         self._staged: list[Future[Any]] = []
 
-    def put(self, storage: torch.UntypedStorage) -> Slot:
-        slot, staging = self._places.take(storage.nbytes()), self._staging(storage.nbytes())
+    def _store(self, storage: torch.UntypedStorage, start: int) -> Transfer:
+        staging = self._staging(storage.nbytes())
         copied = self._copies.out(storage, [staging])
 
         def write() -> None:
             copied.synchronize()
-            self._file.write(bytes_of(staging.untyped_storage())[: len(staging)], slot.start)
+            self._write(bytes_of(staging.untyped_storage())[: len(staging)], start)
 
-        slot.transfer = _Written(copied, self._submit(self._writer, write))
-        self.written += storage.nbytes()
-        return slot
+        return _Written(copied, self._submit(self._writer, write))
 
-    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+    def _load(self, start: int, storage: torch.UntypedStorage) -> Transfer:
         staging, queued = self._staging(storage.nbytes()), self._copies.queued()
         box = [storage]
 
         def read() -> CopyEvent:
             own = box.pop()  # so that this thread never holds the last reference
-            self._file.read(bytes_of(staging.untyped_storage())[: len(staging)], slot.start)
+            self._read(bytes_of(staging.untyped_storage())[: len(staging)], start)
             return self._copies.back([staging], own, queued)
 
-        slot.transfer = _Read(self._submit(self._reader, read))
-        self.read += storage.nbytes()
+        return _Read(self._submit(self._reader, read))
 
     def _staging(self, nbytes: int) -> Tensor:
         while len(self._staged) >= STAGED:

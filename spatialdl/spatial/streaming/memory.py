@@ -324,6 +324,19 @@ class Memory:
 HOST, DISK = "host", "disk"
 
 
+def limit_bytes(limit_gb: object, where: object, key: str, where_key: str) -> int | None:
+    """Check a memory limit; arguments and errors are those of `memory_within`."""
+    if limit_gb is None:
+        if where is not None:
+            raise ValueError(
+                f"{where_key}={where} has no effect without {key}: set it, or leave {where_key} out"
+            )
+        return None
+    if isinstance(limit_gb, bool) or not isinstance(limit_gb, int | float) or not limit_gb > 0:
+        raise ValueError(f"{key}={limit_gb} must be a number above 0")
+    return int(limit_gb * 1e9)
+
+
 def memory_within(
     limit_gb: object,
     where: object,
@@ -343,17 +356,11 @@ def memory_within(
     Raises:
         ValueError: if the limit is not a positive number, or the store cannot be used.
     """
-    if limit_gb is None:
-        if where is not None:
-            raise ValueError(
-                f"{where_key}={where} has no effect without {key}: set it, or leave {where_key} out"
-            )
+    limit, on_cpu = limit_bytes(limit_gb, where, key, where_key), device.type == "cpu"
+    if limit is None:
         return Memory()
-    if isinstance(limit_gb, bool) or not isinstance(limit_gb, int | float) or not limit_gb > 0:
-        raise ValueError(f"{key}={limit_gb} must be a number above 0")
     if device.type == "meta":
         raise ValueError(f"{key}={limit_gb}: the network is on meta, where tensors have no memory")
-    limit, on_cpu = int(limit_gb * 1e9), device.type == "cpu"
     if where == HOST and on_cpu:
         raise ValueError(
             f"{where_key}={HOST} is for accelerators, but the network is on a CPU: take {DISK} or "

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from spatialdl.spatial.meta import meta_copy
+from spatialdl.spatial.meta import meta_copy, run_backward
 from spatialdl.spatial.recompute import recompute_blocks
-from spatialdl.torch_internals import TorchDispatchMode, tree_leaves
+from spatialdl.spatial.streaming.ledger import Ledger
 
 SHARE = 0.4
 """Fraction of the limit for inputs and outputs of the largest operation on a tile."""
@@ -46,60 +45,18 @@ def sizes_of(
         trains: whether to measure training with its backward.
         recompute: whether its blocks are recomputed in backward.
     """
-    shadow, count = meta_copy(model).to(dtype), _Count()
+    shadow, ledger = meta_copy(model).to(dtype), Ledger()
     if recompute:
         recompute_blocks(shadow)
     shadow.train(trains)
+    for tensor in (*shadow.parameters(), *shadow.buffers()):
+        ledger.own(tensor)
     try:
-        with torch.set_grad_enabled(trains), count, torch.device("meta"):
-            image = torch.empty(tuple(shape), dtype=dtype, device="meta")
-            outputs = [
-                output for output in tree_leaves(shadow(image)) if isinstance(output, Tensor)
-            ]
-            differentiable = [output for output in outputs if output.requires_grad]
-            del image, outputs
-            if differentiable:
-                torch.autograd.backward(
-                    differentiable, [torch.empty_like(output) for output in differentiable]
-                )
+        with torch.set_grad_enabled(trains), ledger.watch():
+            run_backward(shadow(torch.empty(tuple(shape), dtype=dtype)))
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
         return None  # it depends on values, or an operation has no meta implementation
-    return ImageSizes(count.peak, count.largest)
-
-
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory of each operation, including those of backward."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.here = self.peak = self.largest = 0
-        self._seen: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        storages = {}
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                storages[storage._cdata] = storage
-        self.largest = max(self.largest, sum(storage.nbytes() for storage in storages.values()))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._note(leaf.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-
-        def gone(_: Any) -> None:
-            self.here -= nbytes
-            self._seen.pop(key, None)
-
-        self._seen[key] = weakref.ref(storage, gone)
-        self.here += nbytes
-        self.peak = max(self.peak, self.here)
+    return ImageSizes(ledger.peak, ledger.largest)
 
 
 def tiles_within(

@@ -54,45 +54,6 @@ class Slot:
         return self.transfer is None or self.transfer.is_done()
 
 
-class Store(Protocol):
-    """Stores the bytes of storages; for one thread at a time.
-
-    Attributes:
-        device: the accelerator of its tensors; None for the CPU.
-        place: description for messages.
-        folder: for other files of similar size.
-        written, read: bytes so far.
-        peak: maximum size in bytes, including unused slots.
-        room: bytes that it can still take.
-    """
-
-    device: torch.device | None
-    place: str
-    folder: Path
-    written: int
-    read: int
-
-    @property
-    def peak(self) -> int: ...
-
-    @property
-    def room(self) -> int: ...
-
-    def put(self, storage: torch.UntypedStorage) -> Slot:
-        """Start to store a storage, which must not be freed or changed until the slot is done."""
-
-    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        """Start to load the bytes of a slot that is done.
-
-        The storage must not be used until the slot is done again.
-        """
-
-    def free(self, slot: Slot) -> None:
-        """Release a slot without a transfer."""
-
-    def close(self) -> None: ...
-
-
 class Places:
     """Allocates slots in a range of bytes, which grows if no free slot is large enough."""
 
@@ -126,30 +87,92 @@ class Places:
         self._free.insert(at, (start, size))
 
 
-class File:
-    """An unnamed file in a folder, closed at the latest when this object is freed.
+class Store:
+    """Stores the bytes of storages; for one thread at a time.
+
+    Args:
+        device: the accelerator of its tensors; None for the CPU.
+        folder: for other files of similar size.
+        place: description for messages.
+
+    Attributes:
+        device, folder, place: as given.
+        written, read: bytes so far.
+    """
+
+    def __init__(self, device: torch.device | None, folder: Path, place: str) -> None:
+        self.device, self.folder, self.place = device, folder, place
+        self.written = self.read = 0
+        self._places = Places()
+
+    @property
+    def peak(self) -> int:
+        """Maximum size in bytes, including unused slots."""
+        return self._places.end
+
+    @property
+    def room(self) -> int:
+        """Bytes that it can still take."""
+        raise NotImplementedError
+
+    def put(self, storage: torch.UntypedStorage) -> Slot:
+        """Start to store a storage, which must not be freed or changed until the slot is done."""
+        slot = self._places.take(storage.nbytes())
+        slot.transfer = self._store(storage, slot.start)
+        self.written += storage.nbytes()
+        return slot
+
+    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        """Start to load the bytes of a slot that is done.
+
+        The storage must not be used until the slot is done again.
+        """
+        slot.transfer = self._load(slot.start, storage)
+        self.read += storage.nbytes()
+
+    def free(self, slot: Slot) -> None:
+        """Release a slot without a transfer."""
+        self._places.free(slot)
+
+    def _store(self, storage: torch.UntypedStorage, start: int) -> Transfer:
+        raise NotImplementedError
+
+    def _load(self, start: int, storage: torch.UntypedStorage) -> Transfer:
+        raise NotImplementedError
+
+
+class FileStore(Store):
+    """Base of stores in an unnamed file, closed at the latest when the store is freed.
+
+    Args:
+        folder: on a disk with free space; by default that for temporary files (`TMPDIR`).
+        device: see `Store`.
 
     Raises:
         ValueError: if no file can be created there.
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
-        self.folder = Path(folder or tempfile.gettempdir())
+    def __init__(self, folder: str | Path | None, device: torch.device | None) -> None:
+        folder = Path(folder or tempfile.gettempdir())
+        super().__init__(device, folder, str(folder))
         try:
-            self._file = tempfile.TemporaryFile(dir=self.folder, prefix="spatialdl-stream-")  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(dir=folder, prefix="spatialdl-stream-")  # noqa: SIM115
         except OSError as error:
             raise ValueError(
-                f"cannot store tensors in {self.folder}: {error.strerror}; take another folder"
+                f"cannot store tensors in {folder}: {error.strerror}; take another folder"
             ) from error
         # nobody closes the store of a network that is dropped
-        self.close = weakref.finalize(self, self._file.close)
+        weakref.finalize(self, self._file.close)
+        # separate threads, so that reads do not queue behind writes
+        self._writer = ThreadPoolExecutor(1, "spatialdl-stream-write")
+        self._reader = ThreadPoolExecutor(1, "spatialdl-stream-read")
 
     @property
     def room(self) -> int:
         """Free bytes of the disk."""
         return shutil.disk_usage(self.folder).free
 
-    def write(self, memory: memoryview, start: int) -> None:
+    def _write(self, memory: memoryview, start: int) -> None:
         """Write bytes; raises OSError if the disk is full or fails."""
         done = 0
         try:
@@ -163,7 +186,7 @@ class File:
                 "stored; take a folder on a disk with more free space",
             ) from error
 
-    def read(self, memory: memoryview, start: int) -> None:
+    def _read(self, memory: memoryview, start: int) -> None:
         done = 0
         while done < len(memory):
             count = os.preadv(self._file.fileno(), [memory[done:]], start + done)
@@ -172,66 +195,17 @@ class File:
             done += count
 
 
-class FileStore:
-    """Base of stores in a file, for any device; see `Store`.
-
-    Args:
-        folder: on a disk with free space; by default that for temporary files (`TMPDIR`).
-        device: see `Store`.
-
-    Raises:
-        ValueError: if no file can be created there.
-    """
-
-    def __init__(self, folder: str | Path | None, device: torch.device | None) -> None:
-        self._file, self._places = File(folder), Places()
-        self.device = device
-        self.folder, self.place = self._file.folder, str(self._file.folder)
-        self.written = self.read = 0
-        # separate threads, so that reads do not queue behind writes
-        self._writer = ThreadPoolExecutor(1, "spatialdl-stream-write")
-        self._reader = ThreadPoolExecutor(1, "spatialdl-stream-read")
-
-    @property
-    def peak(self) -> int:
-        return self._places.end
-
-    @property
-    def room(self) -> int:
-        return self._file.room
-
-    def free(self, slot: Slot) -> None:
-        self._places.free(slot)
-
-    def close(self) -> None:
-        for pool in (self._writer, self._reader):
-            pool.shutdown()
-        self._file.close()
-
-
 class DiskStore(FileStore):
-    """Store of CPU storages in an unnamed file.
-
-    Args:
-        folder: on a disk with free space; by default that for temporary files (`TMPDIR`).
-
-    Raises:
-        ValueError: if no file can be created there.
-    """
+    """Store of CPU storages in an unnamed file; see `FileStore`."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         super().__init__(folder, None)
 
-    def put(self, storage: torch.UntypedStorage) -> Slot:
-        slot, memory = self._places.take(storage.nbytes()), bytes_of(storage)
-        slot.transfer = InThread(self._writer.submit(self._file.write, memory, slot.start))
-        self.written += len(memory)
-        return slot
+    def _store(self, storage: torch.UntypedStorage, start: int) -> Transfer:
+        return InThread(self._writer.submit(self._write, bytes_of(storage), start))
 
-    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        memory = bytes_of(storage)
-        slot.transfer = InThread(self._reader.submit(self._file.read, memory, slot.start))
-        self.read += len(memory)
+    def _load(self, start: int, storage: torch.UntypedStorage) -> Transfer:
+        return InThread(self._reader.submit(self._read, bytes_of(storage), start))
 
 
 class InThread:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.data.image_source import ImageSource
-from spatialdl.pipeline.batch_loss import Width
+from spatialdl.pipeline.options import Width
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
 from spatialdl.training.tasks.metrics import Scores

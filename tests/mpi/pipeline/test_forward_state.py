@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 
@@ -199,21 +200,21 @@ def test_ranks_without_samples_of_their_own_may(layout: str, world: Communicator
     train(network(Shrinking), world, layout)
 
 
-@pytest.mark.parametrize("layout", ["uneven", "shard"])
+Changes = Callable[[nn.Module], object]
+PARAMETRIZED = parametrizations.spectral_norm, parametrizations.weight_norm
+
+
+@pytest.mark.parametrize(
+    ("layout", "first", "second"),
+    [
+        *((one, *PARAMETRIZED) for one in ("uneven", "shard")),
+        ("uneven", weight_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5)),
+    ],
+)
 def test_weights_that_are_computed_in_forward_are_no_change(
-    layout: str, world: Communicator
+    layout: str, first: Changes, second: Changes, world: Communicator
 ) -> None:
     model = network(nn.Conv2d)
-    parametrizations.spectral_norm(model[0])
-    parametrizations.weight_norm(model[2])
+    first(model[0])
+    second(model[2])
     train(model, world, layout)
-
-
-@pytest.mark.parametrize("normed", [prune, weight_norm])
-def test_weights_that_hooks_compute_are_no_change(normed: object, world: Communicator) -> None:
-    model = network(nn.Conv2d)
-    if normed is prune:
-        prune.l1_unstructured(model[2], "weight", 0.5)
-    else:
-        weight_norm(model[2])
-    train(model, world, "uneven")

@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused(world: Communicator) -> None:
         ({"stages": 3}, "the pipeline needs .* = 3 ranks, but this world has 2"),
         ({"stages": 2, "schedule": "chimera"}, "schedule=chimera is unknown: take one of gpipe"),
         ({"grid": (2, 1), "image_size": (3, 8)}, r"image_size=\(3, 8\) has 1 spatial dims"),
-        ({"grid": (2, 1), "image_size": (3, 1, 8)}, "images of 1x8 are smaller than the grid 2x1"),
+        ({"grid": (2, 1), "image_size": (3, 1, 8)}, "an image of 1x8 is smaller than the grid 2x1"),
         ({"grid": (2, 1), "spatial_stages": 0}, "spatial_stages=0 of stages=1 cannot cut"),
         ({"data": 2, "microbatches": 0}, "microbatches=0"),
         ({"data": True}, "data=True"),

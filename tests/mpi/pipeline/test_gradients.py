@@ -25,13 +25,11 @@ from tests.mpi.equality_runs import TOLERANCE, parallel, reference
 
 ONE, TWO = (1, 1), (2, 1)
 CASES = [
-    Case("sp", "odd", (41, 67), ((1, 2),), microbatches=3, batch=7),
     Case("dp", "resnet18", (64, 64), (ONE,), data=2, microbatches=2, clip=0.05),
     Case("dp", "odd", (45, 50), (ONE,), data=3, microbatches=2, batch=5),  # one has no last sample
     Case("sp+pp", "odd", (50, 50), (TWO, ONE), microbatches=2, cut=("2",)),
     Case("dp+pp", "odd", (50, 50), (ONE, ONE), data=2, microbatches=2, batch=8, cut=("2",)),
     Case("gems", "odd", (45, 50), (ONE, ONE), microbatches=4, batch=9, schedule="basic"),
-    Case("dp+gems", "odd", (45, 50), (ONE, ONE), 2, microbatches=4, batch=9, schedule="mast"),
     Case("dp+sp", "odd", (50, 50), (TWO,), data=2, recompute=True),
 ]
 

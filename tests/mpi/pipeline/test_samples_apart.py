@@ -109,12 +109,9 @@ def test_a_stage_that_does_not_is_taken(
     pipeline(features(function), LOCAL, world, ["4"])
 
 
-def test_before_samples_are_divided_they_may_be_mixed(world: MPI.Intracomm) -> None:
-    pipeline(features(MIXES["mean"]), LOCAL, world, ["6"])
-
-
 def test_a_buffer_that_depends_on_samples_is_refused(world: MPI.Intracomm) -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, (9, 7)), nn.Flatten(), Prototype(), nn.Linear(6, 5))
+    pipeline(features(MIXES["mean"]), LOCAL, world, ["6"])  # before they are divided
     with pytest.raises(UnsupportedSpatialOp, match=r"'2\.mean', a buffer, of stage 1"):
         pipeline(model, LOCAL, world, ["1"])
 

@@ -122,16 +122,3 @@ def test_evaluation_counts_for_nothing(world: MPI.Intracomm) -> None:
         model.eval()(images(0, 4))
     statistics.fold(world.size)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_nothing_is_seen_before_the_fold(world: MPI.Intracomm) -> None:
-    """All slices of a step start from the same statistics."""
-    mesh = init_mesh((1, 1), data=world.size)
-    model = Twice(0.1).double()
-    statistics = SliceStatistics(model, mesh.comm)
-    with statistics.slice(world.rank, counts=True):
-        model(images(0, 4))
-    assert torch.equal(model.norm.running_mean, torch.zeros(3, dtype=torch.float64))
-    assert int(model.norm.num_batches_tracked) == 0
-    statistics.fold(world.size)
-    assert int(model.norm.num_batches_tracked) == 2 * world.size

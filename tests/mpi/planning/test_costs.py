@@ -22,6 +22,7 @@ from spatialdl.comm.world import world
 from spatialdl.layout.layout import Layout
 from spatialdl.layout.placement import Placement
 from spatialdl.models import resnet18, resnet50, unet, vit
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import TileRegion, enter
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.stage import OUTPUT, run_stage
@@ -209,7 +210,7 @@ def test_a_plan_of_what_is_divided_is_counted(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "resnet" else ()) for name in NETWORKS],
+    [pytest.param(name, marks=() if name == "unet" else pytest.mark.slow) for name in NETWORKS],
 )
 @pytest.mark.world(4)
 def test_so_does_one_on_tiles(name, monkeypatch):
@@ -301,7 +302,7 @@ def test_ranks_send_what_is_counted(name, stream, monkeypatch):
     placement = Placement(1, ((RANKS, 1),), stream=stream)
     costs = job.costs(SAMPLES, placement.grids[0], False, True, stream=stream)
     mesh = stage_mesh(placement, placement.positions(WORLD.rank)[0], WORLD)
-    tiles = VirtualTiles(job.model.train(), mesh, False, None, Memory())
+    tiles = VirtualTiles(job.model.train(), mesh, PipelineOptions(), Memory())
     whole = torch.randn(SAMPLES, *image)
     masks = torch.zeros(SAMPLES, *image[1:], dtype=torch.int64)
     own = mesh.own_box(mesh.layout(SAMPLES, image[1:]))
@@ -315,7 +316,7 @@ def test_ranks_send_what_is_counted(name, stream, monkeypatch):
 
     def step() -> None:
         with keyed(0, 0, 0):
-            made = tiles.forward({IMAGE: region(whole)}, shapes, SAMPLES, torch.device("cpu"))
+            made = tiles.forward({IMAGE: region(whole)}, shapes, SAMPLES)
         labels = region(masks) if job.segments else torch.zeros(SAMPLES, dtype=torch.int64)
         criterion = functools.partial(F.cross_entropy, reduction="sum" if job.segments else "mean")
         made.backward_of_loss(criterion, labels, 1.0)

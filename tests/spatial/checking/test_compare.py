@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl import models
-from spatialdl.spatial.checking.compare import Numbers, differences, one_step
+from spatialdl.spatial.checking.compare import TOLERANCES, Numbers, differences, one_step
 from spatialdl.spatial.checking.network import build, find_builder, switch_off_dropout
 
 NAN, INF = math.nan, math.inf
@@ -37,19 +37,12 @@ def changed(kind: str, name: str, value: Tensor | None) -> Numbers:
     return ours
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_same_numbers_do_not_differ(dtype):
-    assert differences(numbers(dtype), numbers(dtype)) == []
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "value", "said"),
     [
         ("output", ".map", [4, -8 + 1e-7, NAN, INF, -INF], "off by up to 1e-07 where the largest "),
         ("output", ".map", [4, -8, 0, INF, -INF], "off by up to inf"),
-        ("output", ".map", [4, NAN, NAN, INF, -INF], "off by up to inf"),
         ("output", ".map", [4, -8, NAN, -INF, -INF], "off by up to inf"),
-        ("output", ".map", [4, -8, NAN, 1e9, -INF], "off by up to inf"),
         ("output", ".classes", torch.tensor([1, 3]), "differs"),
         ("output", ".classes", torch.tensor([1.0, 2.0]), "(2,) float32 instead of (2,) int64"),
         ("output", ".map", [[4, -8, NAN, INF, -INF]], "(1, 5) float64 instead of (5,) float64"),
@@ -71,13 +64,13 @@ def test_whatever_differs_is_told(kind, name, value, said):
     assert str(found).startswith(f"{kind} {name}:" if kind in ("gradient", "buffer") else kind)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_an_error_counts_beside_the_largest_value(dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_error_counts_beside_the_largest_value(dtype):
     plain = numbers(dtype)
-    for factor, differ in ((0.5, False), (2, True)):
-        ours = numbers(dtype)
-        ours.gradients["weight"] = plain.gradients["weight"] + 4 * factor * tolerance
-        ours.buffers["mean"] = plain.buffers["mean"] + 2 * factor * tolerance
+    for factor, differ in ((0, False), (0.5, False), (2, True)):
+        ours, error = numbers(dtype), factor * TOLERANCES.get(dtype, 1e-2)
+        ours.gradients["weight"] = plain.gradients["weight"] + 4 * error
+        ours.buffers["mean"] = plain.buffers["mean"] + 2 * error
         names = [found.name for found in differences(ours, plain)]
         assert names == ["weight", "mean"] * differ
 
@@ -149,21 +142,11 @@ def test_each_output_has_a_part_in_the_loss(number, network):
     assert any(name.startswith("gradient image") for name in names)
 
 
-def test_a_step_does_not_see_the_one_before(network):
-    steps = [copy.deepcopy(one_step(network, IMAGE, (2.0,)).gradients) for _ in range(2)]
-    for name, grad in steps[0].items():
-        torch.testing.assert_close(steps[1][name], grad, rtol=1e-12, atol=1e-14)
-
-
-def test_the_loss_depends_on_what_is_before_a_last_normalisation():
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
-    assert one_step(network, IMAGE).gradients["0.weight"].abs().max() > 1e-2
-
-
-def test_arguments_reach_the_network(network):
-    one, two = (one_step(copy.deepcopy(network), IMAGE, (factor,)) for factor in (1.0, 2.0))
+def test_a_step_does_not_see_the_one_before_and_hands_arguments_on(network):
+    one, two, again = (copy.deepcopy(one_step(network, IMAGE, (f,))) for f in (1.0, 2.0, 1.0))
     torch.testing.assert_close(two.outputs[".pair[0]"], 2 * one.outputs[".pair[0]"])
+    for name, grad in one.gradients.items():
+        torch.testing.assert_close(again.gradients[name], grad, rtol=1e-12, atol=1e-14)
 
 
 def test_a_network_without_numbers_to_compare_is_refused():
@@ -217,13 +200,9 @@ def test_all_ranks_build_the_same_network(file):
 
 
 def test_what_is_installed_needs_no_file():
-    assert find_builder("torch.nn.Identity") is nn.Identity
-    assert find_builder("torch.nn:Identity") is nn.Identity
-
-
-@pytest.mark.parametrize("name", ["unet", "vit", "wide_view"])
-def test_a_function_is_found_where_its_module_has_the_same_name(name):
-    assert find_builder(f"spatialdl.models.{name}") is getattr(models, name)
+    assert find_builder("torch.nn.Identity") is find_builder("torch.nn:Identity") is nn.Identity
+    # also where its module has the same name
+    assert find_builder("spatialdl.models.unet") is models.unet
 
 
 def test_dropout_that_drops_is_switched_off_and_counted():

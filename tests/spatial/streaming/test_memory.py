@@ -5,9 +5,8 @@ import os
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from spatialdl.pipeline.virtual_tiles import ModelCopies
 from spatialdl.spatial.streaming.memory import Memory, memory_within
 from spatialdl.spatial.streaming.store import DiskStore, Slot
 
@@ -217,93 +216,13 @@ def test_memory_has_the_limit_and_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limit", "folder", "device", "message"),
+    ("limit", "folder", "message"),
     [
-        (None, "/tmp", "cpu", "store=/tmp has no effect without limit_gb"),
-        (0, None, "cpu", "limit_gb=0 must be a number above 0"),
-        (True, None, "cpu", "limit_gb=True must be a number above 0"),
-        ("2", None, "cpu", "limit_gb=2 must be a number above 0"),
-        (
-            2,
-            "host",
-            "cpu",
-            "store=host is for accelerators, but the network is on a CPU: take disk",
-        ),
-        (2, "/no/such/folder", "cpu", "cannot store tensors in /no/such/folder"),
+        (True, None, "limit_gb=True must be a number above 0"),
+        ("2", None, "limit_gb=2 must be a number above 0"),
+        (2, "host", "store=host is for accelerators, but the network is on a CPU: take disk"),
     ],
 )
-def test_what_cannot_be_is_refused(limit, folder, device, message):
+def test_what_cannot_be_is_refused(limit, folder, message):
     with pytest.raises(ValueError, match=message):
-        memory_within(limit, folder, torch.device(device))
-
-
-# --- copies
-
-
-class Tied(nn.Module):
-    """A weight under two names, one that is frozen, and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
-        self.second.weight = self.first.weight
-        self.norm = nn.BatchNorm1d(3)
-        self.norm.bias.requires_grad_(False)
-        self.register_buffer("nothing", None)
-        self.calls, self.rate, self.notes = 0, 0.5, ["own"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.norm(self.second(self.first(x))) * self.rate
-
-
-X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
-
-
-@pytest.fixture
-def model() -> Tied:
-    torch.manual_seed(0)
-    return Tied().double()
-
-
-def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def test_weights_are_there_once_and_buffers_for_each(model):
-    copies = ModelCopies(model, 3)
-    assert copies.networks[0] is model
-    assert len({id(one) for one in copies.networks}) == 3
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for other in copies.networks[1:]:
-        names = dict(other.named_parameters(remove_duplicate=False))
-        assert list(names) == list(own)
-        for name, parameter in names.items():
-            assert address(parameter) == address(own[name])
-            assert parameter is not own[name]
-            assert parameter.requires_grad == own[name].requires_grad
-        assert other.first.weight is other.second.weight
-        assert address(other.norm.running_mean) != address(model.norm.running_mean)
-    first, second = (dict(one.named_parameters()) for one in copies.networks[1:])
-    assert all(first[name] is second[name] for name in first)
-
-
-def test_copies_follow_weights_buffers_modes_and_settings(model):
-    copies = ModelCopies(model, 2)
-    other = copies.networks[1]
-    with torch.no_grad():
-        model.first.weight.data = model.first.weight * 3  # other address, as an average has
-        model.norm.running_mean += 7
-    model.first.weight.requires_grad_(False)
-    model.norm.bias.requires_grad_(True)
-    model.eval()
-    model.calls, model.rate = 5, 2.0
-    copies.follow()
-    assert torch.equal(other(X), model(X))
-    assert (other.calls, other.rate, other.training, other.norm.training) == (6, 2.0, False, False)
-    assert other.norm.running_mean.tolist() == [7, 7, 7]
-    assert address(other.norm.running_mean) != address(model.norm.running_mean)
-    assert not other.second.weight.requires_grad
-    assert other.norm.bias.requires_grad
-    assert [one is model.first.weight for one in copies.trained] == [False] * 3
-    assert other.nothing is None
+        memory_within(limit, folder, torch.device("cpu"))

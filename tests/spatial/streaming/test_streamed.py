@@ -31,7 +31,7 @@ def image(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def trained(model: nn.Module, x: Tensor, call: Callable[..., Any], steps: int = 3) -> Result:
+def trained(model: nn.Module, x: Tensor, call: Callable[..., Any], steps: int = 2) -> Result:
     """Losses, gradients of the image, weights and buffers of a few steps."""
     model, found = copy.deepcopy(model).double(), {}
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
@@ -198,12 +198,12 @@ def test_a_limit_holds(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(memory_module, "Memory", Seen)
-    for limit in (100.0, 0.01):
-        x = torch.randn(1, 3, 384, 384)
+    for limit in (100.0, 0.004):
+        x = torch.randn(1, 3, 256, 256)
         spatialdl.stream(model, x, (3, 3), limit_gb=limit).mean().backward()
     without, within = (memory.peak for memory in made)
-    assert without > 75e6
-    assert within < 0.01e9 + 6e6  # and what one operation on a tile takes
+    assert without > 30e6
+    assert within < 0.004e9 + 3e6  # and what one operation on a tile takes
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,13 @@ def test_a_limit_holds(monkeypatch):
         (nn.ReLU(), image(1, 3, 8, 1), {}, "8x1 is smaller than the grid 2x2"),
         (nn.ReLU(), image(1, 3, 8, 8), {"grid": 2}, r"one to three numbers, .*, got 2"),
         (nn.ReLU(), image(1, 3, 8, 8), {"grid": (0, 2)}, "needs at least 1 rank, got 0"),
-        (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 0}, "limit_gb=0 must be a number above 0"),
         (nn.ReLU(), image(1, 3, 8, 8), {"store": "/tmp"}, "store=/tmp has no effect without"),
         (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 1, "store": "/no"}, "cannot store tensors"),
         (nn.Conv2d(3, 3, 1, device="meta"), image(1, 3, 8, 8), {"limit_gb": 1}, "is on meta"),
     ],
     ids=[
         *("function", "dims", "list", "small", "number", "grid"),
-        *("limit", "no limit", "folder", "device"),
+        *("no limit", "folder", "device"),
     ],
 )
 def test_what_does_not_fit_is_refused(model, x, options, message):
@@ -325,14 +324,8 @@ def test_tiles_are_as_few_as_fit_and_nearly_square(size, grid):
     assert max(sides) <= 2.5 * min(sides)
 
 
-def test_one_tile_is_enough_where_all_fits():
+def test_tiles_and_stores_are_no_larger_than_needed():
     assert tiles_within(ImageSizes(10, 10), 1000, (64, 64), (1, 1)) == [1, 1]
-
-
-def test_pixels_are_not_cut():
-    assert tiles_within(ImageSizes(10**9, 10**9), 1, (4, 2), (1, 1)) == [3, 2]
-
-
-def test_what_is_stored_is_what_the_limit_leaves():
+    assert tiles_within(ImageSizes(10**9, 10**9), 1, (4, 2), (1, 1)) == [3, 2]  # whole pixels
     assert stored(ImageSizes(1000, 10), 300, 2) == 200
     assert stored(ImageSizes(1000, 10), 2000, 1) == 0

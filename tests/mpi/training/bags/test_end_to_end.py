@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl import Mesh, init_mesh
+from spatialdl.models import abmil, bag_pooling, bag_transformer
 from spatialdl.spatial.random import keyed, scope
 from spatialdl.training.bags import EndToEndNetwork
 
@@ -43,52 +44,11 @@ def encoder() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2))
 
 
-class MeanPool(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Conv1d(WIDTH, 5, 1), nn.Linear(5, CLASSES)
-
-    def forward(self, bag: Tensor) -> Tensor:
-        return self.head(self.embed(bag).tanh().mean(2))
-
-
-class GatedAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values, self.gate = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-        self.score, self.head = nn.Linear(4, 1), nn.Linear(WIDTH, CLASSES)
-        self.drop = nn.Dropout(0.25)
-
-    def forward(self, bag: Tensor) -> Tensor:
-        tiles = bag.transpose(1, 2)
-        scores = self.score(self.drop(self.values(tiles).tanh() * self.gate(tiles).sigmoid()))
-        pooled = (scores.softmax(1).transpose(1, 2) @ tiles).flatten(1)
-        return self.head(self.drop(pooled))
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH) / 5)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, bag: Tensor) -> Tensor:
-        x = torch.cat([self.token, bag.transpose(1, 2)], 1)
-        q, k, v = (
-            part.unflatten(2, (2, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm(x)).chunk(3, 2)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.drop(self.out(mixed))
-        return self.head(self.norm(x)[:, 0])
-
-
+SIZES = {"num_classes": CLASSES, "in_channels": WIDTH}
 AGGREGATORS: dict[str, Callable[[], nn.Module]] = {
-    "mean": MeanPool,
-    "gated attention": GatedAttention,
-    "transformer": Transformer,
+    "mean": partial(bag_pooling, **SIZES, width=5),
+    "gated attention": partial(abmil, **SIZES, width=5, hidden=4),
+    "transformer": partial(bag_transformer, **SIZES, width=6, depth=1, heads=2),
 }
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.layout.layout import Layout
-from spatialdl.planning.ledger import PAGE, Ledger
+from spatialdl.spatial.streaming.ledger import PAGE, Ledger
 from spatialdl.spatial.tensor import SpatialTensor
 
 X = 4 * 2 * 16 * 6 * 8

@@ -8,17 +8,19 @@ autograd saves is counted while it is saved, and once.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from spatialdl.spatial.meta import run, tensors_in
+from spatialdl.spatial.meta import on_meta, tensors_in
 from spatialdl.spatial.tensor import SpatialTensor
-from spatialdl.torch_internals import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -65,11 +67,12 @@ def taken(size: int) -> int:
 
 
 class RecordedOperation(NamedTuple):
-    """An operation in the order of the run, with its workspace in bytes."""
+    """An operation in the order of the run; bytes of its workspace, inputs and outputs."""
 
     phase: Phase
     part: int
     workspace: int
+    operands: int
 
 
 @dataclass
@@ -101,11 +104,25 @@ class Ledger:
         """Memory of a tensor (of a tile, if it is split); None if the run has not allocated it."""
         return self._known.get(_key(_local(tensor)))
 
-    def watch(self) -> TorchDispatchMode:
-        """Context that records operations."""
-        return _Watch(self)
+    def watch(self) -> AbstractContextManager[None]:
+        """Context of a dry run whose operations are recorded."""
+        return on_meta(self._note)
 
-    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    @property
+    def peak(self) -> int:
+        """Maximum bytes that are allocated at a time."""
+        changes: Counter[int] = Counter()
+        for memory in self.memories:
+            changes[memory.born] += memory.bytes
+            changes[len(self.moments) if memory.died is None else memory.died] -= memory.bytes
+        return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
+
+    @property
+    def largest(self) -> int:
+        """Maximum bytes of the inputs and outputs of an operation."""
+        return max((moment.operands for moment in self.moments), default=0)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs, outputs = tensors_in((args, *kwargs.values())), tensors_in(result)
         changes = bool(func._schema.is_mutable)
         before = dict.fromkeys(_key(tensor) for tensor in inputs)
@@ -121,9 +138,10 @@ class Ledger:
             return
         works = list(_works(func, args, kwargs, result, _bytes(inputs + outputs), changes))
         self.work.setdefault((self.phase, self.part), []).extend(works)
-        self.moments.append(
-            RecordedOperation(self.phase, self.part, _workspace(func, args, result))
-        )
+        storages = (tensor.untyped_storage() for tensor in inputs + outputs)
+        operands = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        room = _workspace(func, args, result)
+        self.moments.append(RecordedOperation(self.phase, self.part, room, operands))
 
     def _remember(self, tensor: Tensor) -> None:
         key = _key(tensor)
@@ -141,19 +159,6 @@ class Ledger:
         memory.died = len(self.moments)
         if self._known.get(key) is memory:
             del self._known[key]
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = ledger
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, SpatialTensor) for kind in types):
-            return NotImplemented  # its operations on the tile are dispatched here again
-        result = run(func, args, kwargs or {})
-        self._ledger.note(func, args, kwargs or {}, result)
-        return result
 
 
 _FREE = {
