@@ -17,7 +17,7 @@ from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.shapes import SplitShape
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.spatial.channels.weights import whole_outputs
+from spatialdl.spatial.channels.weights import full_outputs
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
@@ -108,7 +108,7 @@ class OwnTile:
             else:
                 outputs = run_stage(self.module, values, samples)
         if self.mesh.tensor > 1:
-            outputs = whole_outputs(outputs)
+            outputs = full_outputs(outputs)
         if IMAGE in values:  # later stages may take it
             outputs = {IMAGE: values[IMAGE]} | outputs
         return MadeOfTile(self.mesh, tiles, outputs, partial(autocast, device, self._mixed))

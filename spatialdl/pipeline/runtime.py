@@ -43,10 +43,10 @@ from spatialdl.pipeline.virtual_tiles import Made
 from spatialdl.spatial.channels.weights import (
     check_plan,
     divide,
+    full_state,
     settle,
     uses_of,
     weights_of,
-    whole_state,
 )
 from spatialdl.spatial.recompute import blocks_of
 from spatialdl.spatial.split import gather_before as gather
@@ -257,7 +257,7 @@ class PipelineRuntime:
         state: dict[str, Tensor] = {}
         for stage, module in self.stages.items():
             own = self.sharded[stage].state_dict() if self.sharded else None
-            state |= whole_state(module, own)
+            state |= full_state(module, own)
         return state
 
     def first(self, microbatch: int) -> Mesh | None:

@@ -26,7 +26,7 @@ from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.source_lines import users_line_of
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.spatial.channels.weights import Plan, divide, uses_of, whole_outputs
+from spatialdl.spatial.channels.weights import Plan, divide, full_outputs, uses_of
 from spatialdl.spatial.checking.record import Recorder, Refusal
 from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.random import keyed
@@ -219,7 +219,7 @@ class _Run:
 
 def _whole(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
     """Outputs of a stage, with divided channels gathered."""
-    outputs: dict[Value, Any] = whole_outputs(run_stage(module, values, samples))
+    outputs: dict[Value, Any] = full_outputs(run_stage(module, values, samples))
     return outputs
 
 

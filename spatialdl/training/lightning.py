@@ -28,10 +28,10 @@ from spatialdl.comm.waiting import Timeout
 from spatialdl.comm.world import start_world
 from spatialdl.comm.world import world as all_ranks
 from spatialdl.layout.layout import image_shape
-from spatialdl.spatial.averaging import Averaging
 from spatialdl.spatial.replicas import BatchNormOver
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.table import is_spatial, refusal
+from spatialdl.spatial_parallel import Averaging
 from spatialdl.torch_internals import tree_leaves, tree_map_only
 
 try:

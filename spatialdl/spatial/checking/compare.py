@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.spatial import SpatialTensor
-from spatialdl.spatial.channels.parallel import average_gradients
 from spatialdl.spatial.split import shard
+from spatialdl.spatial_parallel import average_gradients
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Tolerance relative to the largest absolute value of a tensor."""
