@@ -57,7 +57,7 @@ FAST := $(addprefix tests/, layout spatial/random \
     finding/test_tissue.py) \
     test_contributing.py test_docs.py test_house.py test_init.py common/test_text.py)
 FAST_MPI := $(addprefix tests/mpi/, comm/test_repartition.py comm/test_reduce.py \
-    $(addprefix spatial/, test_families.py test_norm.py test_recompute.py test_pool.py test_flip.py) \
+    $(addprefix spatial/, test_families.py test_norm.py test_recompute.py test_pool.py test_rearrange.py) \
     pipeline/test_front.py)
 
 test-fast: $(READY)
@@ -82,7 +82,7 @@ test-docs: $(READY)
 # what surrounds the split step, or is tried on each dim alone: two ranks show what four would
 ON_TWO := $(addprefix tests/mpi/, benchmarks training/test_lightning.py \
     $(addprefix inference/, evaluating features predicting/test_bag_run.py predicting/test_results.py) \
-    spatial/test_losses.py spatial/test_op_db.py \
+    spatial/test_losses.py spatial/test_networks.py spatial/test_op_db.py \
     training/tasks/test_own_metrics.py)
 test-mpi: $(READY)
 	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi $(addprefix --ignore , $(ON_TWO))

@@ -109,7 +109,7 @@ class Halo:
         self.tile = view_of(self._image, layout.whole, self.plan.own).to(device, copy=True)
         self.strips = geometry.strips(self.tile)
         self.sends = views_of(self.plan.sends, [BoxedTensor(self.tile, self.plan.own)])
-        self.receives = views_of(self.plan.receives, geometry.held(self.strips))
+        self.receives = views_of(self.plan.receives, geometry.outside_strips(self.strips))
         self.targets = [piece.peer for piece in self.plan.sends]
         self.sources = [piece.peer for piece in self.plan.receives]
         self.bytes = sum(view.numel() for view in self.sends) * self.tile.element_size()
@@ -155,7 +155,9 @@ class Halo:
 
         def exchange() -> None:
             strips = geometry.strips(tile) if new_strips else self.strips
-            halo = Exchange(plan, [BoxedTensor(tile, plan.own)], geometry.held(strips), tile.device)
+            halo = Exchange(
+                plan, [BoxedTensor(tile, plan.own)], geometry.outside_strips(strips), tile.device
+            )
             start_exchange(comm, halo, "halo").wait()
 
         return exchange

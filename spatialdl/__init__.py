@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from spatialdl.pipeline.front import Pipeline
     from spatialdl.pipeline.streamed import stream
     from spatialdl.spatial import SpatialTensor, register_op
-    from spatialdl.spatial.channels.parallel import (
+    from spatialdl.spatial.parallel import (
         SpatialParallel,
         average_gradients,
         clip_grad_norm_,
@@ -78,12 +78,12 @@ _FOUND_IN = {
     "Callback": "spatialdl.training.callbacks",
     "Mesh": "spatialdl.comm.mesh",
     "Pipeline": "spatialdl.pipeline.front",
-    "SpatialParallel": "spatialdl.spatial.channels.parallel",
+    "SpatialParallel": "spatialdl.spatial.parallel",
     "SpatialTensor": "spatialdl.spatial",
-    "average_gradients": "spatialdl.spatial.channels.parallel",
-    "clip_grad_norm_": "spatialdl.spatial.channels.parallel",
+    "average_gradients": "spatialdl.spatial.parallel",
+    "clip_grad_norm_": "spatialdl.spatial.parallel",
     "from_local": "spatialdl.spatial.split",
-    "full_state_dict": "spatialdl.spatial.channels.parallel",
+    "full_state_dict": "spatialdl.spatial.parallel",
     "gather_before": "spatialdl.spatial.split",
     "init_mesh": "spatialdl.comm.mesh",
     "recompute_blocks": "spatialdl.spatial.recompute",

@@ -28,7 +28,7 @@ from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
-from spatialdl.spatial.channels.weights import own_state
+from spatialdl.spatial.channels.weights import local_state
 from spatialdl.spatial.split import Names
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -277,7 +277,7 @@ class Pipeline:
             raise ValueError(f"the state dict is of another network: it {difference}")
         for module in self.runtime.stages.values():
             own = {name: state[name] for name in module.state_dict()}
-            module.load_state_dict(own_state(module, own))
+            module.load_state_dict(local_state(module, own))
 
     @property
     def _microbatches(self) -> range:

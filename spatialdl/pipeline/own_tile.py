@@ -18,7 +18,7 @@ from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.shapes import SplitShape
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.spatial.channels.weights import whole_outputs
+from spatialdl.spatial.channels.weights import full_outputs
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
@@ -101,7 +101,7 @@ def run_tile(
         else:
             outputs = run_stage(module, values, samples)
     if mesh.tensor > 1:
-        outputs = whole_outputs(outputs)
+        outputs = full_outputs(outputs)
     if IMAGE in values:  # later stages may take it
         outputs = {IMAGE: values[IMAGE]} | outputs
     return MadeOfTile(mesh, tiles, outputs, context)

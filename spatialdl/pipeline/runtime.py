@@ -39,7 +39,7 @@ from spatialdl.pipeline.stage import SAMPLES, start_training
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime, moved
 from spatialdl.pipeline.step_context import StepContext
 from spatialdl.pipeline.virtual_tiles import Made
-from spatialdl.spatial.channels.weights import check_plan, settle, weights_of, whole_state
+from spatialdl.spatial.channels.weights import check_plan, full_state, settle, weights_of
 from spatialdl.spatial.meta import dtype_of
 from spatialdl.spatial.recompute import blocks_of
 from spatialdl.spatial.split import gather_before as gather
@@ -253,7 +253,7 @@ class PipelineRuntime:
         state: dict[str, Tensor] = {}
         for stage, module in self.stages.items():
             own = self.sharded[stage].state_dict() if self.sharded else None
-            state |= whole_state(module, own)
+            state |= full_state(module, own)
         return state
 
     def first(self, microbatch: int) -> Mesh | None:

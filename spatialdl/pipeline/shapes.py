@@ -22,7 +22,7 @@ from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.spatial.channels.weights import Plan, divide, uses_of
-from spatialdl.spatial.dims import SpatialDims, apart, from_image, to_image
+from spatialdl.spatial.dims import SpatialDims, from_image, split_tokens, to_image
 from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
@@ -56,7 +56,7 @@ class SplitShape(HandoverShape):
     def of(cls, output: SpatialTensor, receiver: Layout) -> SplitShape:
         """Shape of a stage's output, sent to one with the spatial dims on layout `receiver`."""
         seen, dims, sender = tuple(output.shape), output.spatial_dims, output.spatial_layout
-        _, pixels, _ = apart(torch.empty(seen, device="meta"), dims)
+        _, pixels, _ = split_tokens(torch.empty(seen, device="meta"), dims)
         image = to_image(pixels, dims.of_pixels, sender.size)
         before, after = (_with_corner(layout, dims) for layout in (sender, receiver))
         shape = (*image.shape[: -len(sender.size)], *before.size)
@@ -65,9 +65,9 @@ class SplitShape(HandoverShape):
     def leaving(self, tile: Tensor, part: int) -> Tensor:
         """The tile of a part of the sender, in the form that is sent."""
         extents = self.pixels[0].boxes[part].shape[1:]
-        before, own, after = apart(tile, self.dims.of_part(part))
+        before, own, after = split_tokens(tile, self.dims.of_part(part))
         image = to_image(own, self.dims.of_pixels, extents)
-        if not self.dims.beside:
+        if not self.dims.extra_tokens:
             return image.contiguous()
         larger = image.new_zeros(self.local_shape(self.sender, part))
         larger[_behind(larger, extents)] = image
@@ -82,7 +82,7 @@ class SplitShape(HandoverShape):
         dims, is_whole = self.dims, prod(layout.grid) == 1
         own = image[_behind(image, layout.boxes[0 if is_whole else part].shape[1:])]
         pixels = from_image(own, dims.of_pixels, (len(image), *self.seen[1:]))
-        if not dims.beside or (part > 0 and not is_whole):
+        if not dims.extra_tokens or (part > 0 and not is_whole):
             return pixels
         tokens = image[_corner(dims)].flatten(-len(dims.at)).movedim(-1, dims.at[0])
         before, after = torch.split(tokens, [dims.prefix, dims.suffix], dims.at[0])
@@ -97,9 +97,9 @@ class SplitShape(HandoverShape):
 
 def _with_corner(layout: Layout, dims: SpatialDims) -> Layout:
     """Layout of images with a corner for tokens that belong to no pixel, see `SplitShape`."""
-    if not dims.beside:
+    if not dims.extra_tokens:
         return layout
-    sizes = (dims.beside, *(1,) * (len(layout.cuts) - 1))
+    sizes = (dims.extra_tokens, *(1,) * (len(layout.cuts) - 1))
     cuts = (
         (0, *(bound + size for bound in bounds[1:]))
         for bounds, size in zip(layout.cuts, sizes, strict=True)
@@ -109,7 +109,7 @@ def _with_corner(layout: Layout, dims: SpatialDims) -> Layout:
 
 def _corner(dims: SpatialDims) -> tuple[Any, ...]:
     """Slices of an image that select the tokens that belong to no pixel."""
-    return last_slices((slice(dims.beside), *(slice(1),) * (len(dims.at) - 1)))
+    return last_slices((slice(dims.extra_tokens), *(slice(1),) * (len(dims.at) - 1)))
 
 
 def _behind(image: Tensor, sizes: Sequence[int]) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from spatialdl.comm.groups import new_group
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.pipeline.own_tile import enter
-from spatialdl.spatial.channels.weights import held_weights, whole_outputs
+from spatialdl.spatial.channels.weights import full_outputs, held_weights
 from spatialdl.torch_internals import tree_map_only
 
 
@@ -183,4 +183,4 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     def own(value: Tensor) -> Tensor:
         return value.clone() if value.requires_grad and value._base is not None else value
 
-    return tree_map_only(Tensor, own, whole_outputs(output))
+    return tree_map_only(Tensor, own, full_outputs(output))

@@ -26,7 +26,7 @@ from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import HandoverShapes, divide_stage
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.spatial.channels.weights import Plan, whole_outputs
+from spatialdl.spatial.channels.weights import Plan, full_outputs
 from spatialdl.spatial.checking.record import Recorder, Refusal
 from spatialdl.spatial.meta import dtype_of, meta_copy, on_meta, run_backward
 from spatialdl.spatial.random import keyed
@@ -151,7 +151,7 @@ class PreflightRun:
                 raise _Ended from error
             self._found.stages[number] = module
         run = partial(run_stage, module, inputs, samples)
-        outputs: dict[Value, Any] = self._tried(number, lambda: whole_outputs(run()))
+        outputs: dict[Value, Any] = self._tried(number, lambda: full_outputs(run()))
         self._backward(number, [x for value, x in outputs.items() if value != OUTPUT])
         return outputs
 

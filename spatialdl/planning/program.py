@@ -28,8 +28,8 @@ from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.shapes import Border, border_values
 from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain, values_in
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of
-from spatialdl.spatial.channels.tensor import ChannelTensor, whole_of
-from spatialdl.spatial.channels.weights import divide, uses_of, whole_outputs
+from spatialdl.spatial.channels.tensor import ChannelTensor, all_channels
+from spatialdl.spatial.channels.weights import divide, full_outputs, uses_of
 from spatialdl.spatial.meta import computed_attributes, dtype_of, meta_copy, on_meta
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.recompute import recompute_blocks
@@ -115,13 +115,13 @@ class NetworkParts:
             The output of the network, after the last part.
         """
         if self._stage is None or recording is None:
-            result = whole_outputs(self._model(values.pop(IMAGE)))
+            result = full_outputs(self._model(values.pop(IMAGE)))
             tensors = (tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor))
             values.update((Value(0, part), tensor) for part, tensor in enumerate(tensors))
             return result
         self._stage.run_part(self.pieces[number], recording, values, _META)
         if number == self.span[-1]:
-            values.update({value: whole_of(tensor) for value, tensor in values.items()})
+            values.update({value: all_channels(tensor) for value, tensor in values.items()})
         return output_of(recording, values) if number == len(self.pieces) - 1 else None
 
     def entering(

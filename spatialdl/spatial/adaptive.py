@@ -25,9 +25,11 @@ from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import move, move_back, shape_of
 from spatialdl.layout.layout import Box, Layout, empty_box, even_bounds, last_slices
+from spatialdl.spatial.autocast import wide, wide_type
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.pooled_windows import with_rows, without_rows
+from spatialdl.spatial.random.composite import functions_of
 from spatialdl.spatial.table import refusal, register_op, register_refusal
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image
@@ -146,13 +148,13 @@ class _AdaptiveAverage(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tile: Tensor, mesh: Mesh, moved: CellMove, counts: Tensor) -> Tensor:
         ctx.mesh, ctx.moved, ctx.counts, ctx.extents = mesh, moved, counts, tile.shape[2:]
-        wide = tile.float() if tile.dtype in (torch.float16, torch.bfloat16) else tile
+        sums = wide(tile)
         if tile.numel() == 0:
-            wide = wide.new_empty(shape_of(wide, moved.plan.need))
+            sums = sums.new_empty(shape_of(sums, moved.plan.need))
         else:
             for dim, cells in enumerate(moved.cells, start=2):
-                wide = _sums(wide, dim, cells)
-        total = move_back(mesh.grid_comm, moved.plan, wide, f"adaptive_avg_{moved.name}")
+                sums = _sums(sums, dim, cells)
+        total = move_back(mesh.grid_comm, moved.plan, sums, f"adaptive_avg_{moved.name}")
         return (total / counts).to(tile.dtype)
 
     @staticmethod
@@ -171,11 +173,11 @@ def _average(function: Any, input: SpatialTensor, output_size: Any, dims: int) -
     size = _output_size(function, input, output_size, dims)
     mesh, tile, pixels = input.mesh, to_tile(input), input.spatial_layout.size
     if prod(size) == 1 and mesh.grid_comm.size == 1:
-        mean: Tensor = function(tile, 1)
+        mean: Tensor = getattr(F, f"adaptive_avg_pool{dims}d")(tile, 1)  # tokens are an image here
         return mean
     if prod(size) == 1:
-        wide = torch.float32 if tile.dtype in (torch.float16, torch.bfloat16) else tile.dtype
-        part = tile.sum(tuple(range(2, tile.dim())), keepdim=True, dtype=wide)
+        dims = tuple(range(2, tile.dim()))
+        part = tile.sum(dims, keepdim=True, dtype=wide_type(tile.dtype))
         total = differentiable_sum(mesh.grid_comm, part, function.__name__)
         return (total / prod(pixels)).to(tile.dtype)
     moved = cell_move(input.spatial_layout, size, mesh.part)
@@ -328,12 +330,11 @@ _register((F.adaptive_avg_pool3d, nn_functions.adaptive_avg_pool3d), F.adaptive_
 
 register_refusal(
     _NO_INDICES,
-    F.adaptive_max_pool2d_with_indices,
-    nn_functions.adaptive_max_pool2d,
-    F.adaptive_max_pool3d_with_indices,
-    nn_functions.adaptive_max_pool3d,
-    torch.adaptive_max_pool1d,
-    F.adaptive_max_pool1d_with_indices,
+    [
+        torch.adaptive_max_pool1d,
+        *(getattr(F, f"adaptive_max_pool{dims}d_with_indices") for dims in (1, 2, 3)),
+        *functions_of(nn_functions, "adaptive_max_pool2d adaptive_max_pool3d"),
+    ],
 )
 
 

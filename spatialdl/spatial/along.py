@@ -19,10 +19,11 @@ from torch import Tensor
 from spatialdl.comm.reduce import max_over_ranks
 from spatialdl.spatial.norm import check_channels
 from spatialdl.spatial.operands import lift, own_box_of
+from spatialdl.spatial.random.composite import argument
 from spatialdl.spatial.random.generator import TensorRegion
 from spatialdl.spatial.random.plain import Drawing, random_functions
 from spatialdl.spatial.random.streams import next_key
-from spatialdl.spatial.span import checked, dims_of, on_meta, positions, split_dims, without_dims
+from spatialdl.spatial.span import check_call, dims_of, on_meta, positions, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 
@@ -52,7 +53,7 @@ def _register(func: Function, name: str) -> None:
     place, default = _ALONG[name]
 
     def along(func: Function, x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
-        dim = kwargs.get("dim", args[place - 1] if len(args) >= place else default)
+        dim = argument("dim", place - 1, args, kwargs, default)
         if isinstance(dim, bool):  # sort(input, descending)
             dim = default
         if dim is None or name.endswith("quantile") or dim % x.dim() in split_dims(x):
@@ -64,15 +65,14 @@ def _register(func: Function, name: str) -> None:
             )
         removed: tuple[int, ...] = ()
         if name in _REMOVES:
-            where = _REMOVES[name] - 1
-            keepdim = kwargs.get("keepdim", args[where] if len(args) > where else False)
+            keepdim = argument("keepdim", _REMOVES[name] - 1, args, kwargs)
             removed = () if keepdim else dims_of(x, dim)
         result = func(to_tile(x), *args, **kwargs)
         if isinstance(result, Tensor):
             return without_dims(x, result, removed)
         return tuple(without_dims(x, value, removed) for value in result)
 
-    register_op(func)(checked(func, along))
+    register_op(func)(check_call(func, along))
 
 
 for _name in _ALONG:
@@ -125,7 +125,9 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     return without_dims(first, taken, ())
 
 
-def _scattered(func: Function, x: Tensor, dim: int, index: Tensor, src: Any, kwargs: Any) -> Tensor:
+def _scatter_tiles(
+    func: Function, x: Tensor, dim: int, index: Tensor, src: Any, kwargs: Any
+) -> Tensor:
     first = _first(x, index, src)
     _check(func, first, dim, x, index, src)
     tile, places, values = (_tile_of(func, value, first) for value in (x, index, src))
@@ -136,17 +138,17 @@ def _register_scatter(func: Function, in_place: Function) -> None:
     @register_op(func, getattr(Tensor, func.__name__))
     def scatter(input: Tensor, dim: int, index: Tensor, *src: Any, **kwargs: Any) -> Tensor:
         values = src[0] if src else kwargs.pop("src", kwargs.pop("value", None))
-        return _scattered(func, input, dim, index, values, kwargs)
+        return _scatter_tiles(func, input, dim, index, values, kwargs)
 
     @register_op(in_place)
     def scatter_(input: Tensor, dim: int, index: Tensor, *src: Any, **kwargs: Any) -> Tensor:
         result = scatter(input, dim, index, *src, **kwargs)
         if isinstance(input, SpatialTensor):
             return input.copy_(result)
-        return _replaced(in_place, input, result)
+        return _replace_full(in_place, input, result)
 
 
-def _replaced(func: Function, whole: Tensor, result: Tensor) -> Tensor:
+def _replace_full(func: Function, whole: Tensor, result: Tensor) -> Tensor:
     """The split result of an in-place operation of a split tensor on a whole one.
 
     ``torch.zeros(size).scatter_(1, labels, 1)`` is a common way to make one-hot maps. The whole
@@ -174,7 +176,7 @@ def one_hot(tensor: SpatialTensor, num_classes: int = -1) -> Tensor:
         hot = F.one_hot(tile, num_classes)
     else:
         hot = tile.new_zeros((*tile.shape, num_classes))
-    dims = tensor.spatial_dims.moved(lambda dim: dim - 1)
+    dims = tensor.spatial_dims.map_dims(lambda dim: dim - 1)
     return from_tile(hot, tensor.spatial_layout, tensor.mesh, dims)
 
 
@@ -245,7 +247,7 @@ def region_of(x: SpatialTensor) -> TensorRegion:
 def _register_random(function: Callable[..., Any], handler: Callable[..., Tensor]) -> None:
     @register_op(function, split=("input",), prefix=True)
     @wraps(handler)
-    def drawn(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    def draw(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("generator") is not None:
             advice = "it draws from spatialdl.random.keyed, not from a generator"
             raise refusal(function, [input], advice)

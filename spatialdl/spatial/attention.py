@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.spatial.blockwise import Dropped, Scores
-from spatialdl.spatial.contract import SplitLetters, bring_operand, contract
+from spatialdl.spatial.blockwise import Scores, WeightDropout
+from spatialdl.spatial.contract import SplitLetters, contract, local_operand
 from spatialdl.spatial.random.plain import (
     attention,
     attention_of_whole,
@@ -60,11 +60,11 @@ def scaled_dot_product_attention(
         return explicit_attention(
             query, key, value, attn_mask, *options, enable_gqa, mesh=split[0].mesh
         )
-    if _goes_round(query, key, value, attn_mask, enable_gqa):
+    if _can_circulate(query, key, value, attn_mask, enable_gqa):
         keys, values = cast(SpatialTensor, key), cast(SpatialTensor, value)
-        return _attended(query, keys, values, attn_mask, *options)
+        return _attend_over_tokens(query, keys, values, attn_mask, *options)
     if not isinstance(query, SpatialTensor):
-        key, value, attn_mask = (_whole(x) for x in (key, value, attn_mask))
+        key, value, attn_mask = (_full(x) for x in (key, value, attn_mask))
         return attention_of_whole(
             query, key, value, attn_mask, *options, enable_gqa, mesh=split[0].mesh
         )
@@ -75,14 +75,14 @@ def scaled_dot_product_attention(
     return _in_windows(query, key, value, attn_mask, scale, enable_gqa)
 
 
-def _whole(x: Any) -> Any:
+def _full(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, SpatialTensor) else x
 
 
 # --- over all tokens
 
 
-def _goes_round(
+def _can_circulate(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shares_heads: bool
 ) -> bool:
     """Whether the keys are split along their tokens alone, so that their parts can circulate."""
@@ -107,7 +107,7 @@ def _goes_round(
     return not shares_heads or query.shape[-3] % key.shape[-3] == 0
 
 
-def _attended(
+def _attend_over_tokens(
     query: Tensor,
     key: SpatialTensor,
     value: SpatialTensor,
@@ -120,14 +120,14 @@ def _attended(
         raise RuntimeError("attention takes either attn_mask or is_causal, not both")
     value = on_layout(value, key.spatial_layout)
     shape = (*query.shape[:-1], key.shape[-2])
-    drop = Dropped(next_key(key.mesh), dropout_p, shape) if dropout_p > 0 else None
+    drop = WeightDropout(next_key(key.mesh), dropout_p, shape) if dropout_p > 0 else None
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     boxes = key.spatial_layout.boxes
     columns = tuple(positions_of(key, -2, part) for part in range(len(boxes)))
     tiles = to_tile(key), to_tile(value)
     if not isinstance(query, SpatialTensor):
         scores = Scores(factor, is_causal, drop, torch.arange(query.shape[-2]), columns)
-        bias = _bias(_whole(mask), query)
+        bias = _bias(_full(mask), query)
         return folded_attention(query, *tiles, bias, key.mesh, scores)
     rows = positions_of(query, -2, query.mesh.part)
     scores = Scores(factor, is_causal, drop, rows, columns)
@@ -135,7 +135,7 @@ def _attended(
         batch = string.ascii_uppercase[: query.dim() - 2]
         letters = batch[len(batch) - (mask.dim() - 2) :] + "ls"
         split = SplitLetters.of(query, batch + "le")
-        mask = bring_operand(F.scaled_dot_product_attention, mask, letters, split)
+        mask = local_operand(F.scaled_dot_product_attention, mask, letters, split)
     ring = Ring(key.mesh, tuple(map(len, columns)))
     own = ring_attention(to_tile(query), *tiles, _bias(mask, query), ring, scores)
     return from_tile(own, query.spatial_layout, query.mesh, query.spatial_dims)

@@ -13,24 +13,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.spatial.random.composite import argument, functions_of
 from spatialdl.torch_internals import nn_functions, tree_map
 
 HALF = (torch.float16, torch.bfloat16)
 
 ON_GPU: frozenset[Callable[..., Any]] = frozenset(
     {
-        *(F.interpolate, torch.norm, Tensor.norm, torch.linalg.vector_norm),
-        *(torch.sum, Tensor.sum, torch.prod, Tensor.prod, torch.logsumexp, Tensor.logsumexp),
-        *(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod),
+        F.interpolate,
+        torch.linalg.vector_norm,
+        *functions_of(torch, "norm sum prod logsumexp cumsum cumprod"),
+        *functions_of(Tensor, "norm sum prod logsumexp cumsum cumprod"),
     }
 )
 ON_CPU: frozenset[Callable[..., Any]] = frozenset(
     {
-        *(F.avg_pool3d, F.max_pool3d, torch.max_pool3d, F.adaptive_max_pool3d),
-        *(F.adaptive_avg_pool3d, nn_functions.adaptive_avg_pool3d),
+        torch.max_pool3d,
+        nn_functions.adaptive_avg_pool3d,
+        *functions_of(F, "avg_pool3d max_pool3d adaptive_max_pool3d adaptive_avg_pool3d"),
     }
 )
 PADS_ON_CPU = {"reflect": 2, "replicate": 3}  # up to this number of spatial dims
+
+
+def is_enabled(kind: str) -> bool:
+    """Whether autocast is enabled on a type of devices."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -44,8 +52,23 @@ def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, 
 
 def _is_area(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether it is interpolation by adaptive pooling, which autocast does not cast."""
-    mode = kwargs.get("mode", args[3] if len(args) > 3 else None)
-    return func is F.interpolate and mode == "area"
+    return func is F.interpolate and argument("mode", 3, args, kwargs) == "area"
+
+
+def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Operands of a convolution or product in the dtype that autocast casts them to.
+
+    Cast before the exchange: half as many bytes are sent, and backward gets the same operands as
+    forward.
+    """
+    kind = next(x.device.type for x in tensors if x is not None)
+    if not is_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
 
 
 def in_float32(tile: Tensor) -> Tensor:
@@ -56,6 +79,11 @@ def in_float32(tile: Tensor) -> Tensor:
 def wide(x: Tensor) -> Tensor:
     """`x` in float32, PyTorch's accumulation type, if it is half precision."""
     return x.float() if x.dtype in HALF else x
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """float32, PyTorch's accumulation type, for half precision; else `dtype`."""
+    return torch.float32 if dtype in HALF else dtype
 
 
 def padded_as(x: Tensor, mode: str) -> Tensor:
@@ -78,5 +106,4 @@ def _is_cast(one: Any) -> bool:
     """Whether it is a half-precision tensor on a device with autocast enabled."""
     if not isinstance(one, Tensor) or one.dtype not in HALF:
         return False
-    kind = one.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return is_enabled(one.device.type)

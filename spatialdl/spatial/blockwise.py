@@ -163,7 +163,7 @@ PIECE = 1 << 24
 """Number of products of queries and keys at a time on an accelerator, 64 MB of float32."""
 
 
-class Dropped(NamedTuple):
+class WeightDropout(NamedTuple):
     """Dropout of attention weights.
 
     Attributes:
@@ -190,7 +190,7 @@ class Scores(NamedTuple):
 
     factor: float
     is_causal: bool
-    drop: Dropped | None
+    drop: WeightDropout | None
     rows: Tensor
     columns: tuple[Tensor, ...]
 
@@ -244,7 +244,7 @@ PartialResult = tuple[Tensor, Tensor]
 """A result (..., l, F) and its log-sum-exp (..., l)."""
 
 
-def combined(before: PartialResult | None, block: PartialResult) -> PartialResult:
+def combine_results(before: PartialResult | None, block: PartialResult) -> PartialResult:
     """The result over two sets of keys, from those over each."""
     if before is None:
         return block
@@ -259,7 +259,7 @@ def forward_block(
     block: Block, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> PartialResult:
     """Attention over the keys of a block; the result is float32 for half precision."""
-    key, value = (_shared(x, query) for x in (key, value))
+    key, value = (_repeat_heads(x, query) for x in (key, value))
     if key.shape[-2] == 0 or query.numel() == 0:
         zeros = wide(query.new_zeros((*query.shape[:-1], value.shape[-1])))
         return zeros, zeros.new_full(query.shape[:-1], -math.inf)
@@ -306,14 +306,14 @@ def backward_block(
     """
     if key.shape[-2] == 0 or query.numel() == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    keys, values = (_shared(x, query) for x in (key, value))
+    keys, values = (_repeat_heads(x, query) for x in (key, value))
     kernel = kernel_for(query, keys, values) if bias is None and block.is_plain else None
     if kernel is not None:
         grads = kernel.backward(query, keys, values, saved, block.scores.factor)
     else:
         grads = _backward_by_rows(block, query, keys, values, bias, saved, grad_bias)
     grad_query, grad_keys, grad_values = grads
-    return grad_query, _unshared(grad_keys, key), _unshared(grad_values, value)
+    return grad_query, _sum_heads(grad_keys, key), _sum_heads(grad_values, value)
 
 
 def _backward_by_rows(
@@ -377,14 +377,14 @@ def _rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
     return bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :]
 
 
-def _shared(x: Tensor, query: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
     """Keys or values repeated for all heads of queries that share them."""
     if x.dim() < 3 or x.shape[-3] == query.shape[-3]:
         return x
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
 
 
-def _unshared(grad: Tensor, x: Tensor) -> Tensor:
+def _sum_heads(grad: Tensor, x: Tensor) -> Tensor:
     if grad.shape == x.shape:
         return grad
     groups: Any = grad.unflatten(-3, (x.shape[-3], -1))  # type: ignore[no-untyped-call]

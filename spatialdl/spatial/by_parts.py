@@ -16,7 +16,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
-from spatialdl.spatial.ring import Returning, Ring, circulate
+from spatialdl.spatial.ring import GradientReturn, Ring, circulate
 from spatialdl.spatial.span import positions_of
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -55,7 +55,7 @@ class _Parts(NamedTuple):
             return x
         return x.index_select(dim, on(self.columns[part], x.device))
 
-    def unpacked(self, message: Tensor, like: Tensor, part: int) -> Tensor:
+    def unpack(self, message: Tensor, like: Tensor, part: int) -> Tensor:
         shape = list(like.shape)
         shape[self._dim] = self.ring.counts[part]
         return message.view(shape)
@@ -82,9 +82,9 @@ class _ByParts(torch.autograd.Function):
         result: Tensor | None = None
         for number, message in circulate(parts.ring, tile.reshape(1, -1), parts.elements(tile)):
             part = parts.ring.part(number)
-            tokens = parts.unpacked(message, tile, part)
+            tokens = parts.unpack(message, tile, part)
             block = parts.local(*parts.operands(own, tokens, part))
-            result = _put(result, block, parts, part)
+            result = _place_block(result, block, parts, part)
         assert result is not None
         return result.to(block.dtype)
 
@@ -94,11 +94,11 @@ class _ByParts(torch.autograd.Function):
         parts, own = ctx.parts, ctx.saved_tensors
         tile = own[parts.passing]
         message = tile.reshape(1, -1)
-        returning = Returning(parts.ring, parts.elements(tile))
+        returning = GradientReturn(parts.ring, parts.elements(tile))
         grads = [wide(torch.zeros_like(x)) for x in own]
         for number, arrived in circulate(parts.ring, message, parts.elements(tile)):
             part = parts.ring.part(number)
-            tokens = parts.unpacked(arrived, tile, part)
+            tokens = parts.unpack(arrived, tile, part)
             operands = [x.detach() for x in parts.operands(own, tokens, part)]
             block_grads = _gradients(parts, operands, parts.columns_of(grad, parts.into, part))
             going = block_grads[parts.passing].reshape(1, -1)
@@ -106,13 +106,13 @@ class _ByParts(torch.autograd.Function):
             returning.send(number, going if number else going.clone())
             for place, one in enumerate(block_grads):
                 if place != parts.passing:
-                    _add(grads[place], one, parts, parts.at[place], part)
+                    _add_gradient(grads[place], one, parts, parts.at[place], part)
         returning.wait()
         grads[parts.passing] = returning.total.view(tile.shape)
         return None, *(one.to(x.dtype) for one, x in zip(grads, own, strict=True))
 
 
-def _put(result: Tensor | None, block: Tensor, parts: _Parts, part: int) -> Tensor:
+def _place_block(result: Tensor | None, block: Tensor, parts: _Parts, part: int) -> Tensor:
     """Put the result of a part into the whole result; half precision is summed in float32."""
     if parts.into is None:
         return wide(block) if result is None else result.add_(block)
@@ -131,7 +131,7 @@ def _gradients(parts: _Parts, operands: list[Tensor], grad: Tensor) -> list[Tens
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
 
 
-def _add(into: Tensor, grad: Tensor, parts: _Parts, dim: int | None, part: int) -> None:
+def _add_gradient(into: Tensor, grad: Tensor, parts: _Parts, dim: int | None, part: int) -> None:
     if dim is None or into.shape[dim] == 1:
         into += grad
     else:

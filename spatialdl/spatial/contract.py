@@ -32,7 +32,7 @@ from spatialdl.spatial.by_parts import by_parts
 from spatialdl.spatial.dims import SpatialDims, from_image, to_image
 from spatialdl.spatial.operands import cut
 from spatialdl.spatial.table import refusal
-from spatialdl.spatial.tensor import SpatialTensor, bring, from_tile, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, move_pixels, to_tile
 
 
 class SplitLetters(NamedTuple):
@@ -84,23 +84,25 @@ def contract(
     split = SplitLetters.of(first, letters[leader])
     _check_sizes(func, operands, letters, leader, split)
     gone = set(split.letters) - set(result)
-    mixed = _mixed(operands, letters, result, leader, split) if linear and gone else None
+    mixed = (
+        _split_of_new_pixels(operands, letters, result, leader, split) if linear and gone else None
+    )
     if mixed is not None:
-        return _product_of_mixed(func, operands, letters, result, leader, (split, mixed), local)
+        return _map_pixels(func, operands, letters, result, leader, (split, mixed), local)
     if gone and (not linear or gone != set(split.letters)):
         raise refusal(func, [first], "it sums over some split dims and keeps the rest")
-    passing = _passing(operands, letters, leader, split) if linear and not gone else None
-    brought = [
+    passing = _circulating(operands, letters, leader, split) if linear and not gone else None
+    local_operands = [
         to_tile(cast(SpatialTensor, x))
         if number in (leader, passing)
-        else bring_operand(func, x, names, split)
+        else local_operand(func, x, names, split)
         for number, (x, names) in enumerate(zip(operands, letters, strict=True))
     ]
     if passing is None:
-        y = local(*brought)
+        y = local(*local_operands)
     else:
         y = by_parts(
-            local, brought, letters, result, passing, cast(SpatialTensor, operands[passing])
+            local, local_operands, letters, result, passing, cast(SpatialTensor, operands[passing])
         )
     if gone:
         return differentiable_sum(split.mesh.grid_comm, y, getattr(func, "__name__", "contract"))
@@ -147,13 +149,13 @@ def _has_whole(x: SpatialTensor, letters: str, split: SplitLetters) -> bool:
     own = set(SplitLetters.of(x, letters).letters)
     if own & set(split.letters) or not set(split.letters) <= set(letters):
         return False
-    if x.mesh is not split.mesh or x.spatial_dims.beside or split.dims.beside:
+    if x.mesh is not split.mesh or x.spatial_dims.extra_tokens or split.dims.extra_tokens:
         return False
     shape = tuple(x.shape)
     return split.dims_in(letters).sizes(shape, split.layout.size) == shape
 
 
-def _mixed(
+def _split_of_new_pixels(
     operands: Sequence[Tensor],
     letters: Sequence[str],
     result: str,
@@ -187,7 +189,7 @@ def _mixed(
     return split._replace(letters=places, layout=layout)
 
 
-def _product_of_mixed(
+def _map_pixels(
     func: Any,
     operands: Sequence[Tensor],
     letters: Sequence[str],
@@ -209,17 +211,23 @@ def _product_of_mixed(
         own = to_tile(x)
     else:
         needs = _needs(split.layout, split.layout, summed)
-        own = bring(x, plan_for(split.layout.boxes, needs, x.mesh.part), "operand of a product")
-    brought = [
-        own if number == leader else bring_operand(func, one, names, mixed)
+        own = move_pixels(
+            x, plan_for(split.layout.boxes, needs, x.mesh.part), "operand of a product"
+        )
+    local_operands = [
+        own if number == leader else local_operand(func, one, names, mixed)
         for number, (one, names) in enumerate(zip(operands, letters, strict=True))
     ]
     by_ring = all(summed) and x.mesh.grid_comm.size > 1
-    y = by_parts(local, brought, letters, result, leader, x) if by_ring else local(*brought)
+    y = (
+        by_parts(local, local_operands, letters, result, leader, x)
+        if by_ring
+        else local(*local_operands)
+    )
     return from_tile(y, mixed.layout, mixed.mesh, mixed.dims_in(result))
 
 
-def _passing(
+def _circulating(
     operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: SplitLetters
 ) -> int | None:
     """The one operand whose tokens, split along a separate letter, all ranks need; or None."""
@@ -238,11 +246,11 @@ def _passing(
     return candidates[0] if len(candidates) == 1 else None
 
 
-def bring_operand(func: Any, x: Tensor, letters: str, split: SplitLetters) -> Tensor:
+def local_operand(func: Any, x: Tensor, letters: str, split: SplitLetters) -> Tensor:
     """The part of an operand that this rank needs."""
     own = split.mesh.own_box(split.layout)
     if isinstance(x, SpatialTensor):
-        return _bring_split(func, x, letters, split, own)
+        return _local_split_operand(func, x, letters, split, own)
     cuts = [
         (letters.index(letter) - len(letters), *rest)
         for letter, *rest in zip(
@@ -257,11 +265,11 @@ def bring_operand(func: Any, x: Tensor, letters: str, split: SplitLetters) -> Te
     return cut(x, dims, size, intervals, split.mesh.part)
 
 
-def _bring_split(
+def _local_split_operand(
     func: Any, x: SpatialTensor, letters: str, split: SplitLetters, own: Box
 ) -> Tensor:
     if _has_whole(x, letters, split):
-        return _exchanged(x, letters, split)
+        return _exchange_split(x, letters, split)
     theirs = SplitLetters.of(x, letters)
     clashes = tuple(a != b for a, b in zip(theirs.letters, split.letters, strict=True))
     foreign = set(split.letters) & (set(letters) - set(theirs.letters))
@@ -280,7 +288,7 @@ def _bring_split(
     plan = plan_for(x.spatial_layout.boxes, needs, x.mesh.part)
     if needs == x.spatial_layout.boxes:
         return to_tile(x)
-    return bring(x, plan, "operand of a product", whole=any(clashes))
+    return move_pixels(x, plan, "operand of a product", gathers_tokens=any(clashes))
 
 
 @lru_cache(maxsize=4096)
@@ -298,7 +306,7 @@ def _needs(theirs: Layout, split: Layout, clashes: tuple[bool, ...]) -> tuple[Bo
 # --- operands split along other letters that have those of the leader whole
 
 
-def _exchanged(x: SpatialTensor, letters: str, split: SplitLetters) -> Tensor:
+def _exchange_split(x: SpatialTensor, letters: str, split: SplitLetters) -> Tensor:
     """`x` with its split letters whole, and this rank's box along those of the leader."""
     ours, theirs = split.dims_in(letters), x.spatial_dims
     dims = SpatialDims((*ours.at, *theirs.at), (*ours.outer, *theirs.outer))

@@ -25,19 +25,19 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import add_up, empty_for, rooms_back
 from spatialdl.common.text import counted
-from spatialdl.layout.layout import Window
+from spatialdl.layout.layout import Layout, Window
+from spatialdl.spatial.autocast import autocast_cast
 from spatialdl.spatial.halo_geometry import Edge, TileGeometry, tile_geometry
 from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 from spatialdl.spatial.window import (
-    autocast_cast,
     check_image,
-    check_output,
     empty_output,
     per_dim,
-    window_move,
+    plan_windows,
+    windows_of,
 )
-from spatialdl.spatial.window_function import Convolution, conv_of_window
+from spatialdl.spatial.window_function import Convolution, apply_to_window
 
 # --- without neighbours
 
@@ -108,7 +108,7 @@ def passes_unsplit_dims(input: SpatialTensor, weight: Tensor, stride: Any, paddi
     others = [n - 2 for n in range(2, weight.dim()) if n not in split]
     if input.dim() != weight.dim() or not others or min(split) < 2:
         return False
-    return input.spatial_dims.apart and all(
+    return input.spatial_dims.are_separate and all(
         weight.shape[2 + n] == per_dim(stride, dims)[n] == 1
         and (isinstance(padding, str) or per_dim(padding, dims)[n] == 0)
         for n in others
@@ -132,8 +132,8 @@ def conv_beside(
     function: Any = {1: torch.conv1d, 2: torch.conv2d}[dims - 1]
     x = input.movedim(place, 1).flatten(0, 1)
     y = function(x, weight.squeeze(place), bias, *fewer, groups)
-    apart: Tensor = y.unflatten(0, (input.shape[0], input.shape[place]))
-    return apart.movedim(1, place)
+    samples: Tensor = y.unflatten(0, (input.shape[0], input.shape[place]))
+    return samples.movedim(1, place)
 
 
 def _without(values: tuple[int, ...], place: int) -> tuple[int, ...]:
@@ -158,16 +158,18 @@ class _TileConvolution(torch.autograd.Function):
         mesh: Mesh,
     ) -> Tensor:
         strips = geometry.strips(tile)
-        halo = Exchange(plan, [BoxedTensor(tile, plan.own)], geometry.held(strips), tile.device)
+        halo = Exchange(
+            plan, [BoxedTensor(tile, plan.own)], geometry.outside_strips(strips), tile.device
+        )
         exchange = start_exchange(mesh.grid_comm, halo, conv.name)
-        alone = conv.forward(tile, weight, bias, geometry.padding)
-        y = geometry.wanted(alone)
+        alone = conv.forward(tile, weight, bias)
+        y = geometry.select_outputs(alone)
         if y.shape != alone.shape:
             y = y.clone()  # preserves the memory format
         exchange.wait()
-        no_padding = (0,) * len(geometry.cuts)
         for edge, strip in _present(geometry, strips):
-            part = conv.forward(edge.read_from(strip), edge.taps_of(weight), None, no_padding)
+            read, taps = edge.read_from(strip), edge.taps_of(weight)
+            part = conv.without_padding.forward(read, taps, None)
             edge.outputs_of(y).add_(part)
         ctx.save_for_backward(tile, weight, *strips)
         ctx.conv, ctx.geometry, ctx.plan, ctx.mesh = conv, geometry, plan, mesh
@@ -186,16 +188,16 @@ class _TileConvolution(torch.autograd.Function):
         arrivals = rooms_back(tile, plan)
         exchange = None
         if needs_tile:
-            halo = Exchange(plan, geometry.held(grad_strips), arrivals, tile.device, adjoint=True)
+            halo = Exchange(
+                plan, geometry.outside_strips(grad_strips), arrivals, tile.device, adjoint=True
+            )
             exchange = start_exchange(ctx.mesh.grid_comm, halo, conv.name)
         if grad.shape != ctx.alone_shape:
             padded = empty_for(grad, ctx.alone_shape).zero_()
-            geometry.wanted(padded).copy_(grad)
+            geometry.select_outputs(padded).copy_(grad)
             grad = padded
         needs = (needs_tile, needs_weight, needs_bias)
-        grad_tile, grad_weight, grad_bias = conv.backward(
-            grad, tile, weight, geometry.padding, needs
-        )
+        grad_tile, grad_weight, grad_bias = conv.backward(grad, tile, weight, needs)
         if grad_weight is not None:
             for edge, part in weight_parts:
                 edge.taps_of(grad_weight).add_(part)
@@ -226,11 +228,10 @@ def _strip_gradients(
     for (edge, strip), (_, grad_strip) in zip(
         _present(geometry, strips), _present(geometry, grad_strips), strict=True
     ):
-        grad_read, grad_taps, _ = conv.backward(
+        grad_read, grad_taps, _ = conv.without_padding.backward(
             edge.outputs_of(grad),
             edge.read_from(strip),
             edge.taps_of(weight),
-            (0,) * len(geometry.cuts),
             (needs_tile, needs_weight, False),
         )
         if grad_read is not None:
@@ -240,31 +241,22 @@ def _strip_gradients(
     return grad_strips, weight_parts
 
 
-def _windows(
+def _convolution_windows(
     x: SpatialTensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
-) -> tuple[tuple[Window, ...], tuple[int, ...]]:
-    """The windows, and the size of the output."""
+) -> tuple[tuple[Window, ...], tuple[int, ...] | None]:
+    """The windows, and the size of the output if it is that of the input."""
     dims = weight.dim() - 2
-    steps, spread = per_dim(stride, dims), per_dim(dilation, dims)
-    same = padding == "same"
+    name, before, size = f"conv{dims}d", padding, None
     if isinstance(padding, str):
         if padding not in ("same", "valid"):
-            raise ValueError(
-                f"conv{dims}d: padding must be 'same', 'valid' or numbers, got {padding!r}"
-            )
-        if same and max(steps) > 1:
-            raise ValueError(f"conv{dims}d: padding='same' needs stride 1")
-        before = tuple(
-            d * (int(k) - 1) // 2 if same else 0
-            for k, d in zip(weight.shape[2:], spread, strict=True)
-        )
-    else:
-        before = per_dim(padding, dims)
-    windows = tuple(map(Window, map(int, weight.shape[2:]), steps, before, spread))
-    pixels = tuple(x.shape[2:])
-    if same:
-        return windows, pixels
-    return windows, tuple(w.output_size(n) for w, n in zip(windows, pixels, strict=True))
+            raise ValueError(f"{name}: padding must be 'same', 'valid' or numbers, got {padding!r}")
+        before = 0
+    if padding == "same":
+        if max(per_dim(stride, dims)) > 1:
+            raise ValueError(f"{name}: padding='same' needs stride 1")
+        reach = zip(weight.shape[2:], per_dim(dilation, dims), strict=True)
+        before, size = [step * (int(taps) - 1) // 2 for taps, step in reach], tuple(x.shape[2:])
+    return windows_of(name, dims, weight.shape[2:], stride, before, dilation), size
 
 
 def _has_large_weight(input: SpatialTensor, weight: Tensor) -> bool:
@@ -309,32 +301,35 @@ def _register(function: Any, dims: int) -> None:
             )
         check_image(function.__name__, input, dims)
         check_channels(function.__name__, input, weight, groups)
-        windows, size = _windows(input, weight, stride, padding, dilation)
-        check_output(function.__name__, input, size)
-        return _convolved(input, weight, bias, groups, windows, size)
+        windows, size = _convolution_windows(input, weight, stride, padding, dilation)
+        output, plan = plan_windows(function.__name__, input, windows, size=size)
+        return _convolve(input, weight, bias, groups, windows, output, plan)
 
 
-def _convolved(
+def _convolve(
     input: SpatialTensor,
     weight: Tensor,
     bias: Tensor | None,
     groups: int,
     windows: tuple[Window, ...],
-    size: tuple[int, ...],
+    output: Layout,
+    plan: Plan,
 ) -> Tensor:
     mesh = input.mesh
-    output, plan, _ = window_move(input.spatial_layout, windows, size, mesh.part)
-    conv = Convolution(
-        tuple(window.stride for window in windows),
-        tuple(window.dilation for window in windows),
-        groups,
-    )
     geometry = tile_geometry(input.spatial_layout, output, windows, mesh.part)
+    conv = Convolution(
+        stride=tuple(window.stride for window in windows),
+        dilation=tuple(window.dilation for window in windows),
+        groups=groups,
+        padding=geometry.padding if geometry else (0,) * len(windows),
+    )
     tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
     if geometry and not plan.communicates and not geometry.skips:
-        y = geometry.wanted(conv.forward(tile, weight, bias, geometry.padding))
+        y = geometry.select_outputs(conv.forward(tile, weight, bias))
     elif geometry is None or _has_large_weight(input, weight):
-        y = conv_of_window(tile, weight, bias, conv, mesh.own_box(output), plan, mesh)
+        samples, *extents = mesh.own_box(output).shape
+        shape = (samples, weight.shape[0], *extents)
+        y = apply_to_window(conv.without_padding, shape, tile, weight, bias, plan, mesh)
     else:
         y = _TileConvolution.apply(tile, weight, bias, conv, geometry, plan, mesh)  # type: ignore[no-untyped-call]
     return from_tile(y, output, mesh)

@@ -57,7 +57,7 @@ class SpatialDims(NamedTuple):
         return self == image_dims(len(self.at))
 
     @property
-    def apart(self) -> bool:
+    def are_separate(self) -> bool:
         """Whether each spatial dim is a separate dim without a factor."""
         return len(set(self.at)) == len(self.at) and set(self.outer) == {1}
 
@@ -67,14 +67,14 @@ class SpatialDims(NamedTuple):
         return set(self.at) == {-1}
 
     @property
-    def beside(self) -> int:
+    def extra_tokens(self) -> int:
         """The number of entries that belong to no pixel."""
         return self.prefix + self.suffix
 
     @property
     def of_pixels(self) -> SpatialDims:
         """These dims without entries that belong to no pixel."""
-        return self._replace(prefix=0, suffix=0) if self.beside else self
+        return self._replace(prefix=0, suffix=0) if self.extra_tokens else self
 
     def of_part(self, part: int) -> SpatialDims:
         """The dims of the tile of a part of the grid."""
@@ -84,7 +84,7 @@ class SpatialDims(NamedTuple):
         """Whether dim `dim` of a tensor with `of` dims holds a spatial dim."""
         return dim % of - of in self.at
 
-    def moved(self, to: Callable[[int], int]) -> SpatialDims:
+    def map_dims(self, to: Callable[[int], int]) -> SpatialDims:
         """These dims with each position mapped by `to`."""
         return self._replace(at=tuple(map(to, self.at)))
 
@@ -95,7 +95,7 @@ class SpatialDims(NamedTuple):
             sizes[dim] = 1
         for dim, outer, extent in zip(self.at, self.outer, extents, strict=True):
             sizes[dim] *= outer * extent
-        sizes[self.at[0]] += self.beside
+        sizes[self.at[0]] += self.extra_tokens
         return tuple(sizes)
 
     def describe(self) -> str:
@@ -138,7 +138,7 @@ def are_tokens(shape: Sequence[int], dims: SpatialDims) -> bool:
     return dims == token_dims(len(dims.at)) or (before > 0 and dims == one_row)
 
 
-def unmerged(
+def separate_dims(
     shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """`shape` with each spatial dim, of `extents`, as a separate dim, and these dims."""
@@ -164,7 +164,7 @@ def to_image(tensor: Tensor, dims: SpatialDims, extents: Sequence[int]) -> Tenso
     count = len(extents)
     _check_pixels(dims)
     if not dims.is_image:
-        sizes, where = unmerged(tensor.shape, dims, extents)
+        sizes, where = separate_dims(tensor.shape, dims, extents)
         tensor = tensor.reshape(sizes).movedim(where, image_dims(count).at)
     return tensor if tensor.dim() > count else tensor.unsqueeze(0)
 
@@ -176,14 +176,14 @@ def from_image(image: Tensor, dims: SpatialDims, shape: Sequence[int]) -> Tensor
     extents = image.shape[-count:]
     if dims.is_image:
         return image if len(shape) > count else image.squeeze(0)
-    sizes, where = unmerged(shape, dims, extents)
+    sizes, where = separate_dims(shape, dims, extents)
     if len(sizes) == count:
         image = image.squeeze(0)
     return image.movedim(image_dims(count).at, where).reshape(dims.sizes(shape, extents))
 
 
 def _check_pixels(dims: SpatialDims) -> None:
-    if dims.beside:
+    if dims.extra_tokens:
         raise UnsupportedSpatialOp(
             f"tokens split{dims.describe()} cannot be viewed as an image: slice off the tokens "
             "that belong to no pixel"
@@ -195,7 +195,7 @@ def samples_of(shape: Sequence[int], dims: SpatialDims) -> int:
     count = len(dims.at)
     if dims.is_image:
         return shape[0] if len(shape) > count else 1
-    sizes, where = unmerged(shape, dims, (1,) * count)
+    sizes, where = separate_dims(shape, dims, (1,) * count)
     others = [size for dim, size in enumerate(sizes) if dim not in where]
     return others[0] if others else 1
 
@@ -247,7 +247,7 @@ def regroup(
     """
     if prod(shape) == 0 or prod(shape) != prod(new_shape):
         return None
-    if dims.beside:
+    if dims.extra_tokens:
         return _regroup_tokens(shape, new_shape, dims, extents)
     factors = _factors(shape, dims, extents)
     groups: list[list[_Factor]] = []
@@ -348,7 +348,7 @@ def _view_of(
 # --- extra tokens
 
 
-def apart(tensor: Tensor, dims: SpatialDims) -> tuple[Tensor, Tensor, Tensor]:
+def split_tokens(tensor: Tensor, dims: SpatialDims) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the tokens before the pixels, the pixels, and the tokens after them.
 
     Args:
@@ -356,19 +356,19 @@ def apart(tensor: Tensor, dims: SpatialDims) -> tuple[Tensor, Tensor, Tensor]:
         dims: of `tensor`; for a tile those of its part.
     """
     dim = dims.at[0]
-    pixels = tensor.shape[dim] - dims.beside
+    pixels = tensor.shape[dim] - dims.extra_tokens
     before, own, after = torch.split(tensor, [dims.prefix, pixels, dims.suffix], dim)
     return before, own, after
 
 
-def bring_tokens(
+def move_tokens(
     tile: Tensor,
     dims: SpatialDims,
     extents: Sequence[int],
     plan: Plan,
     mesh: Mesh,
     name: str,
-    whole: bool,
+    gathers_tokens: bool,
 ) -> Tensor:
     """Move the pixels of a tile by a plan; differentiable.
 
@@ -378,21 +378,21 @@ def bring_tokens(
         extents: of this rank's box.
         plan: moves the pixels.
         name: the operation, for messages.
-        whole: whether every rank gets the extra tokens; else they stay on part 0.
+        gathers_tokens: whether every rank gets the extra tokens; else they stay on part 0.
 
     Returns:
         The box that this rank needs, with the extra tokens that it has.
     """
-    before, pixels, after = apart(tile, dims.of_part(mesh.part))
+    before, pixels, after = split_tokens(tile, dims.of_part(mesh.part))
     image = to_image(pixels, dims.of_pixels, extents)
     image = repartition(image, mesh.grid_comm, plan, name=name)
     pixels = from_image(image, dims.of_pixels, pixels.shape)
-    if whole:
-        before, after = whole_tokens(tile, dims, mesh, name)
+    if gathers_tokens:
+        before, after = gather_tokens(tile, dims, mesh, name)
     return torch.cat([before, pixels, after], dims.at[0])
 
 
-def whole_tokens(tile: Tensor, dims: SpatialDims, mesh: Mesh, name: str) -> tuple[Tensor, Tensor]:
+def gather_tokens(tile: Tensor, dims: SpatialDims, mesh: Mesh, name: str) -> tuple[Tensor, Tensor]:
     """The tokens before and after the pixels, on every rank; differentiable.
 
     Args:
@@ -401,10 +401,10 @@ def whole_tokens(tile: Tensor, dims: SpatialDims, mesh: Mesh, name: str) -> tupl
         name: the operation, for messages.
     """
     dim, ranks = dims.at[0], mesh.grid_comm.size
-    before, _, after = apart(tile, dims.of_part(mesh.part))
+    before, _, after = split_tokens(tile, dims.of_part(mesh.part))
     if ranks == 1:
         return before, after
-    empty, full = Box(((0, 1), (0, 0))), Box(((0, 1), (0, dims.beside)))
+    empty, full = Box(((0, 1), (0, 0))), Box(((0, 1), (0, dims.extra_tokens)))
     owned = (full, *(empty,) * (ranks - 1))
     plan = plan_for(owned, (full,) * ranks, mesh.part)
     own = torch.cat([before, after], dim).movedim(dim, -1).unsqueeze(0)

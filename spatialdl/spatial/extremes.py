@@ -18,7 +18,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.spatial.span import (
     ReductionSpan,
-    checked,
+    check_call,
     dims_of,
     positions_on,
     reduction,
@@ -42,12 +42,13 @@ def _least(dtype: torch.dtype, sign: int) -> float:
 
 def _of_all_ranks(part: Tensor, span: ReductionSpan, sign: int) -> Tensor:
     """The maximum (sign 1) or minimum (-1) of the ranks' parts, in the full size."""
-    whole = span.placed(part, _least(part.dtype, sign))
+    whole = span.place(part, _least(part.dtype, sign))
     gathered = gather_over_ranks(span.comm, whole, "amax" if sign > 0 else "amin")
     return gathered.amax(0) if sign > 0 else gathered.amin(0)
 
 
-def _of_tile(tile: Tensor, span: ReductionSpan, sign: int) -> Tensor:
+def extreme_of_tile(tile: Tensor, span: ReductionSpan, sign: int) -> Tensor:
+    """The maximum (sign 1) or minimum (-1) of this tile; the lowest or highest number if empty."""
     if tile.numel() == 0:
         shape = [1 if d in span.dims else n for d, n in enumerate(tile.shape)]
         return tile.new_full(shape, _least(tile.dtype, sign))
@@ -58,7 +59,7 @@ def _of_tile(tile: Tensor, span: ReductionSpan, sign: int) -> Tensor:
 class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tile: Tensor, span: ReductionSpan, sign: int) -> Tensor:
-        best = _of_all_ranks(_of_tile(tile, span, sign), span, sign)
+        best = _of_all_ranks(extreme_of_tile(tile, span, sign), span, sign)
         ctx.save_for_backward(tile, best)
         ctx.span = span
         return best
@@ -68,9 +69,9 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, best = ctx.saved_tensors
         span, comm = ctx.span, ctx.span.comm
-        equal = tile == span.own(best)
-        ties = span.own_sum(equal.sum(span.dims, keepdim=True), "amax ties")
-        share = span.own(sum_over_ranks(comm, grad, "amax backward")) / ties
+        equal = tile == span.local(best)
+        ties = span.local_sum(equal.sum(span.dims, keepdim=True), "amax ties")
+        share = span.local(sum_over_ranks(comm, grad, "amax backward")) / ties
         return equal * share, None, None
 
 
@@ -112,7 +113,7 @@ def _first_of_tile(
     tile: Tensor, dim: int | None, sign: int, places: Tensor, span: ReductionSpan
 ) -> tuple[Tensor, Tensor]:
     """The extreme of this tile and its global index, `_BEYOND` if the tile is empty."""
-    value = _of_tile(tile, span, sign)
+    value = extreme_of_tile(tile, span, sign)
     if tile.numel() == 0:
         return value, torch.full(value.shape, _BEYOND, device=tile.device)
     find = torch.argmax if sign > 0 else torch.argmin
@@ -132,8 +133,8 @@ def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor,
     places = _places(x) if dim is None else positions_on(x, dim)
     value, place = _first_of_tile(tile, dim, sign, places, span)
     comm = span.comm
-    values = gather_over_ranks(comm, span.placed(value, _least(value.dtype, sign)), "argmax")
-    rivals = gather_over_ranks(comm, span.placed(place, _BEYOND), "argmax")
+    values = gather_over_ranks(comm, span.place(value, _least(value.dtype, sign)), "argmax")
+    rivals = gather_over_ranks(comm, span.place(place, _BEYOND), "argmax")
     best = values.amax(0) if sign > 0 else values.amin(0)
     wins = (values == best) | (values.isnan() & best.isnan())
     return rivals.masked_fill(~wins, _BEYOND).amin(0), span
@@ -147,7 +148,7 @@ def _places(x: SpatialTensor) -> Tensor:
     return places
 
 
-class _Picked(torch.autograd.Function):
+class _ValuesAt(torch.autograd.Function):
     """The values at given indices; only these get a gradient."""
 
     @staticmethod
@@ -156,18 +157,18 @@ class _Picked(torch.autograd.Function):
     ) -> Tensor:
         shape = [1] * tile.dim()
         shape[dim] = -1
-        chosen = own.view(shape) == span.own(place)
+        chosen = own.view(shape) == span.local(place)
         ctx.save_for_backward(chosen)
         ctx.span = span
         part = torch.where(chosen, tile, 0).sum(span.dims, keepdim=True, dtype=tile.dtype)
-        return sum_over_ranks(span.comm, span.placed(part), "max")
+        return sum_over_ranks(span.comm, span.place(part), "max")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (chosen,) = ctx.saved_tensors
         span = ctx.span
-        total = span.own(sum_over_ranks(span.comm, grad, "max backward"))
+        total = span.local(sum_over_ranks(span.comm, grad, "max backward"))
         return torch.where(chosen, total, 0), None, None, None, None
 
 
@@ -182,7 +183,7 @@ def _with_places(
     place, span = first_extreme(x, number, sign)
     tile = to_tile(x)
     own = positions_on(x, number)
-    return _Picked.apply(tile, place, own, span, number), place  # type: ignore[no-untyped-call]
+    return _ValuesAt.apply(tile, place, own, span, number), place  # type: ignore[no-untyped-call]
 
 
 def _max_or_min(
@@ -195,7 +196,7 @@ def _max_or_min(
 
 def _register_max_and_min(func: Function, pairwise: Function, sign: int) -> None:
     """Register ``torch.max`` or ``torch.min``; with a second tensor they are pointwise."""
-    reduce = checked(func, partial(_max_or_min, sign=sign))
+    reduce = check_call(func, partial(_max_or_min, sign=sign))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):

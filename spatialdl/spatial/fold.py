@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,27 +16,20 @@ from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition
 from spatialdl.layout.layout import Layout, Window, by, needed_boxes
 from spatialdl.spatial.dims import are_tokens, image_dims, token_dims
-from spatialdl.spatial.reindex import apart_dims, fetch
+from spatialdl.spatial.reindex import fetch, separate_dims_of
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
-from spatialdl.spatial.window import check_image, check_output, empty_output, per_dim, window_move
+from spatialdl.spatial.window import (
+    WindowMove,
+    empty_output,
+    per_dim,
+    plan_windows,
+    window_move,
+    windows_of,
+)
 from spatialdl.torch_internals import nn_functions
-
-
-def _windows(
-    name: str, kernel_size: Any, dilation: Any, padding: Any, stride: Any
-) -> tuple[Window, ...]:
-    values = (per_dim(value, 2) for value in (kernel_size, stride, padding, dilation))
-    windows = tuple(map(Window, *values))
-    for window in windows:
-        if min(window.kernel, window.stride, window.dilation) < 1 or window.padding < 0:
-            raise ValueError(
-                f"{name}: kernel, stride and dilation must be at least 1, padding at least 0; got "
-                f"{window}"
-            )
-    return windows
 
 
 @register_op(F.unfold, nn_functions.im2col, split=("input",))
@@ -44,12 +37,8 @@ def unfold(
     input: SpatialTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Tensor:
     """(N, C, H, W) to (N, C * kernel rows * kernel columns, outputs), outputs row by row."""
-    check_image("unfold", input, 2)
-    windows = _windows("unfold", kernel_size, dilation, padding, stride)
-    size = tuple(w.output_size(pixels) for w, pixels in zip(windows, input.shape[2:], strict=True))
-    check_output("unfold", input, size)
-    mesh = input.mesh
-    output, plan, _ = window_move(input.spatial_layout, windows, size, mesh.part)
+    windows, mesh = windows_of("unfold", 2, kernel_size, stride, padding, dilation), input.mesh
+    output, plan = plan_windows("unfold", input, windows)
     window = repartition(to_tile(input), mesh.grid_comm, plan, name="unfold")
     own = mesh.own_box(output)
     if own.is_empty:
@@ -66,10 +55,10 @@ def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) ->
     on_meta(Tensor.unfold, input, dimension, size, step)
     dim = dimension % input.dim() - input.dim()
     layout, mesh = input.spatial_layout, input.mesh
-    moved = input.spatial_dims.moved(lambda old: old - 1)
+    moved = input.spatial_dims.map_dims(lambda old: old - 1)
     if dim not in input.spatial_dims.at:
         return from_tile(to_tile(input).unfold(dim, size, step), layout, mesh, moved)
-    dims = apart_dims(Tensor.unfold, input)
+    dims = separate_dims_of(Tensor.unfold, input)
     along, last = dims.index(dim), image_dims(len(dims)).at
     output, plan = _move_along(layout.of_samples(1), along, Window(size, step), mesh.part)
     image = to_tile(input).movedim(dims, last)
@@ -88,32 +77,25 @@ def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) ->
 
 
 @lru_cache(maxsize=4096)
-def _move_along(layout: Layout, along: int, window: Window, part: int) -> tuple[Layout, Plan]:
-    """The layout of windows along one spatial dim, and the plan that fetches their pixels."""
+def _move_along(layout: Layout, along: int, window: Window, part: int) -> WindowMove:
+    """The move for windows along one spatial dim."""
     windows = [Window(1)] * len(layout.cuts)
     windows[along] = window
     sizes = [each.output_size(pixels) for each, pixels in zip(windows, layout.size, strict=True)]
-    moved = window_move(layout, tuple(windows), tuple(sizes), part)
-    return moved.output, moved.plan
-
-
-class FoldMove(NamedTuple):
-    """The layout of the image, and the plan from its tiles to the pixels of the windows.
-
-    The plan's adjoint sums the windows of all ranks into the image.
-    """
-
-    image: Layout
-    plan: Plan
+    return window_move(layout, tuple(windows), tuple(sizes), part)
 
 
 @lru_cache(maxsize=4096)
 def fold_move(
     layout: Layout, windows: tuple[Window, ...], size: tuple[int, ...], part: int
-) -> FoldMove:
-    """The move for folding tokens on `layout` to an image of `size` (H, W)."""
+) -> WindowMove:
+    """The move for folding tokens on `layout` to an image of `size` (H, W).
+
+    The plan leads from tiles of the image to the pixels of the windows. Its adjoint sums the
+    windows of all ranks into the image.
+    """
     image = layout.scaled([window.stride for window in windows], size)
-    return FoldMove(image, plan_for(image.boxes, needed_boxes(layout, windows), part))
+    return WindowMove(image, plan_for(image.boxes, needed_boxes(layout, windows), part))
 
 
 class _Fold(torch.autograd.Function):
@@ -164,7 +146,7 @@ def fold(
     """(N, C * kernel rows * kernel columns, outputs) to (N, C, H, W), overlaps summed."""
     if len(input.mesh.grid) != 2 or not are_tokens(input.shape, input.spatial_dims):
         raise refusal(F.fold, [input], "it takes tokens (N, C * kernel size, outputs) of unfold")
-    windows = _windows("fold", kernel_size, dilation, padding, stride)
+    windows = windows_of("fold", 2, kernel_size, stride, padding, dilation)
     size = per_dim(output_size, 2)
     outputs = tuple(map(Window.output_size, windows, size))
     area, (_, values, count) = prod(window.kernel for window in windows), input.shape

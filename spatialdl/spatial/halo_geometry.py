@@ -183,7 +183,7 @@ class TileGeometry:
         """Whether convolving the tile alone yields outputs before this rank's."""
         return any(cut.skip for cut in self.cuts)
 
-    def wanted(self, y: Tensor) -> Tensor:
+    def select_outputs(self, y: Tensor) -> Tensor:
         """This rank's outputs, of all outputs of the tile alone."""
         return y[last_slices(slice(cut.skip, cut.skip + cut.outputs) for cut in self.cuts)]
 
@@ -194,7 +194,7 @@ class TileGeometry:
             for edge in self.edges
         ]
 
-    def held(self, strips: list[Tensor]) -> list[BoxedTensor]:
+    def outside_strips(self, strips: list[Tensor]) -> list[BoxedTensor]:
         """The parts of the strips outside the tile, which receive halos, with their boxes.
 
         Strips of the first dim come first and hold the corners. A strip may span the whole tile

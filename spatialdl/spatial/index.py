@@ -15,10 +15,10 @@ from torch import Tensor
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.layout.layout import Bounds, Box, Layout
-from spatialdl.spatial.dims import SpatialDims, image_dims, whole_tokens
+from spatialdl.spatial.dims import SpatialDims, gather_tokens, image_dims
 from spatialdl.spatial.operands import lift
-from spatialdl.spatial.picking import blocks, picked
-from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex
+from spatialdl.spatial.picking import blocks, pick
+from spatialdl.spatial.reindex import DimMap, Segment, reindex, separate_dims_of
 from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import is_spatial, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -94,7 +94,7 @@ def _result_dims(entries: Sequence[_Entry], dims: SpatialDims) -> SpatialDims:
         first = tensors[0] if together else 0
         labels = [label for place, label in enumerate(labels) if place not in tensors]
         labels[first:first] = [0] * count
-    return dims.moved(lambda dim: labels.index(dim) - len(labels))
+    return dims.map_dims(lambda dim: labels.index(dim) - len(labels))
 
 
 def _shape_as_index(tensor: Tensor) -> tuple[int, ...]:
@@ -122,11 +122,11 @@ def _on_split_dims(func: Any, x: SpatialTensor, entries: Sequence[_Entry]) -> tu
     touched = {dim for dim in dims.at if not _is_all(items[dim], x.shape[dim])}
     if touched:
         is_line = any(isinstance(items[dim], int) for dim in touched)
-        apart_dims(Tensor.__getitem__, x, None if is_line else touched)
+        separate_dims_of(Tensor.__getitem__, x, None if is_line else touched)
     return tuple(items[dim] if dim in touched else ALL for dim in dims.at)
 
 
-def _sliced(item: Item, bounds: Bounds) -> DimMap:
+def _slice_map(item: Item, bounds: Bounds) -> DimMap:
     if not isinstance(item, slice) or _is_all(item, bounds[-1]):
         return DimMap.identity(bounds)
     read = range(*item.indices(bounds[-1]))
@@ -140,18 +140,18 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
     entries = _entries(input, index)
     if all(e.item is not None and _is_all(e.item, input.shape[e.dim]) for e in entries):
         return input
-    if input.spatial_dims.beside:
+    if input.spatial_dims.extra_tokens:
         tokens = _tokens(input, entries)
         if tokens is not None:
             return tokens
     if any(isinstance(e.item, Tensor) and e.dim in input.spatial_dims.at for e in entries):
-        return _picked(input, entries)
+        return _pick_pixels(input, entries)
     items = _on_split_dims(Tensor.__getitem__, input, entries)
     if input.mesh.grid_comm.size == 1:
-        return _of_whole(input, entries, items)
+        return _view_of_tile(input, entries, items)
     if any(isinstance(item, int) for item in items):
         return _line(input, entries, items)
-    maps = tuple(map(_sliced, items, input.spatial_layout.cuts))
+    maps = tuple(map(_slice_map, items, input.spatial_layout.cuts))
     sliced = reindex(Tensor.__getitem__, input, maps, is_view=True)
     local = _local(entries, input.spatial_dims)
     if not all(isinstance(item, slice) and item == ALL for item in local):
@@ -160,7 +160,7 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
     return sliced
 
 
-def _picked(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor:
+def _pick_pixels(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor:
     """The pixels that index tensors select along split dims, one dim per tensor."""
     tensors = {e.dim: e.item for e in entries if isinstance(e.item, Tensor)}
     others = [e for e in entries if not isinstance(e.item, Tensor)]
@@ -174,7 +174,7 @@ def _picked(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor:
     each = list(zip(tensors.items(), own, strict=True))
     for (dim, index), shape in reversed(each):  # last dim first, as dims shift
         after = sum(len(later) - 1 for (place, _), later in each if place > dim)
-        x = picked(Tensor.__getitem__, x, dim - after, index.reshape(shape))
+        x = pick(Tensor.__getitem__, x, dim - after, index.reshape(shape))
     return x
 
 
@@ -189,12 +189,12 @@ def _tokens(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor | None:
     if isinstance(item, Tensor) or _is_all(item, size):
         return None
     start, stop = _interval(item, size)
-    pixels = size - dims.beside
+    pixels = size - dims.extra_tokens
     if stop <= dims.prefix or start >= dims.prefix + pixels or start >= stop:
-        all_of_them = torch.cat(whole_tokens(to_tile(x), dims, x.mesh, "__getitem__"), dim)
-        moved = _back(item, size, pixels if start >= dims.prefix + pixels else 0)
+        all_of_them = torch.cat(gather_tokens(to_tile(x), dims, x.mesh, "__getitem__"), dim)
+        moved = _shift_item(item, size, pixels if start >= dims.prefix + pixels else 0)
         part = all_of_them[_with_item(entries, dim, moved)]
-        return part if x.mesh.grid_comm.size == 1 else x._family.watched(part)
+        return part if x.mesh.grid_comm.size == 1 else x._family.track_line(part)
     is_slice = isinstance(item, slice) and item.step in (None, 1)
     if not is_slice or start > dims.prefix or stop < dims.prefix + pixels:
         raise refusal(
@@ -206,12 +206,12 @@ def _tokens(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor | None:
     kept = dims._replace(prefix=dims.prefix - start, suffix=dims.suffix - (size - stop))
     tile = to_tile(x)
     if x.mesh.part == 0:
-        tile = tile.narrow(dim, start, tile.shape[dim] - (dims.beside - kept.beside))
+        tile = tile.narrow(dim, start, tile.shape[dim] - (dims.extra_tokens - kept.extra_tokens))
     sliced: Tensor = from_tile(tile, x.spatial_layout, x.mesh, kept)
     return sliced[_with_item(entries, dim, ALL)]
 
 
-def _back(item: Item, size: int, by: int) -> Item:
+def _shift_item(item: Item, size: int, by: int) -> Item:
     """An item of a dim of `size`, shifted for a tensor without the first `by` entries."""
     if not isinstance(item, slice):
         return cast(int, item) % size - by
@@ -224,7 +224,7 @@ def _with_item(entries: Sequence[_Entry], dim: int, item: Item) -> tuple[Item, .
     return tuple(item if e.dim == dim and e.item is not None else e.item for e in entries)
 
 
-def _of_whole(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) -> Tensor:
+def _view_of_tile(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) -> Tensor:
     """A view of the only tile."""
     part: Tensor = to_tile(x)[tuple(e.item for e in entries)]
     slices = [item for item in items if isinstance(item, slice)]
@@ -248,10 +248,10 @@ def _line(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) 
     plan = plan_for(layout.boxes, needed, x.mesh.part)
     image = to_tile(x).movedim(dims, image_dims(len(dims)).at).unsqueeze(0)
     box = repartition(image, x.mesh.grid_comm, plan, name="__getitem__").squeeze(0)
-    local = dict(zip(dims, map(_within, items), strict=True))
+    local = dict(zip(dims, map(_relative_item, items), strict=True))
     whole: Tensor = box.movedim(image_dims(len(dims)).at, dims)
     line = whole[tuple(local.get(e.dim, e.item) if e.item is not None else None for e in entries)]
-    return x._family.watched(line)
+    return x._family.track_line(line)
 
 
 def _interval(item: Item, size: int) -> tuple[int, int]:
@@ -262,7 +262,7 @@ def _interval(item: Item, size: int) -> tuple[int, int]:
     return (read[0], read[-1] + 1) if read else (0, 0)
 
 
-def _within(item: Item) -> Item:
+def _relative_item(item: Item) -> Item:
     """The item relative to the interval that it reads."""
     return 0 if isinstance(item, int) else slice(None, None, item.step)  # type: ignore[union-attr]
 

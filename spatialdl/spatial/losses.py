@@ -21,7 +21,7 @@ from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.layout.layout import image_shape
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
-from spatialdl.spatial.random.composite import inside
+from spatialdl.spatial.random.composite import by_name, inside
 from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 _NONE, _MEAN, _SUM = 0, 1, 2  # PyTorch's numbers for reductions
 
 
-def _added_up(function: Function, tile: Tensor, *others: Any) -> tuple[Tensor, torch.dtype]:
+def _sum_loss(function: Function, tile: Tensor, *others: Any) -> tuple[Tensor, torch.dtype]:
     """The sum of a loss over this tile in float64, and its dtype in PyTorch.
 
     The dtype may depend on autocast. `function` takes the reduction as its last argument.
@@ -43,7 +43,7 @@ def _added_up(function: Function, tile: Tensor, *others: Any) -> tuple[Tensor, t
     return total.double(), total.dtype
 
 
-def _over_ranks(mesh: Mesh, total: Tensor, weight: Tensor | float, name: str) -> Tensor:
+def _divide_sums(mesh: Mesh, total: Tensor, weight: Tensor | float, name: str) -> Tensor:
     """The quotient of the sums over all ranks of `total` and `weight`."""
     if not isinstance(weight, Tensor):
         return differentiable_sum(mesh.grid_comm, total, name) / weight
@@ -74,25 +74,25 @@ _TENSORS = ("input", "target", "weight", "pos_weight", "input1", "input2")
 def _register_pixelwise(func: Function, names: Sequence[str]) -> None:
     @register_op(func)
     def loss(*args: Any, **kwargs: Any) -> Tensor:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = by_name(names, args, kwargs)
         reduction = given.pop("reduction", _MEAN)
         tensors = {name: given.pop(name) for name in _TENSORS if name in given}
 
-        def called(*arguments: Any) -> Tensor:
+        def call(*arguments: Any) -> Tensor:
             *operands, reduction = arguments
             by_name = {**dict(zip(tensors, operands, strict=True)), **given}
             pixels: Tensor = func(**by_name, reduction=reduction)
             return pixels
 
-        on_meta(called, *tensors.values(), reduction)  # raises PyTorch's errors on all ranks
+        on_meta(call, *tensors.values(), reduction)  # raises PyTorch's errors on all ranks
         (lifted, _) = on_one_layout(func, list(tensors.values()), {})
         first = next(x for x in lifted if isinstance(x, SpatialTensor))
         tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
         if reduction == _NONE:
-            return without_dims(first, called(*tiles, _NONE), ())
-        total, dtype = _added_up(called, *tiles)
+            return without_dims(first, call(*tiles, _NONE), ())
+        total, dtype = _sum_loss(call, *tiles)
         count = first.numel() if reduction == _MEAN else 1
-        return _over_ranks(first.mesh, total, count, func.__name__).to(dtype)
+        return _divide_sums(first.mesh, total, count, func.__name__).to(dtype)
 
 
 for _func, _names in _PIXELWISE.items():
@@ -184,45 +184,31 @@ def _over_classes(
         pixels = func(tile, classes, weight, _NONE, ignore_index, *options)
         return without_dims(input, pixels, (1,))
 
-    def called(tile: Tensor, reduction: int) -> Tensor:
+    def call(tile: Tensor, reduction: int) -> Tensor:
         loss: Tensor = func(tile, classes, weight, reduction, ignore_index, *options)
         return loss
 
-    total, dtype = _added_up(called, tile)
+    total, dtype = _sum_loss(call, tile)
     whole: Tensor | float = 1.0
     if reduction == _MEAN and target.shape == input.shape:
         whole = input.numel() / input.shape[1]
     elif reduction == _MEAN:
         whole = _weight_of_classes(classes, weight, ignore_index)
-    return _over_ranks(input.mesh, total, whole, func.__name__).to(dtype)
+    return _divide_sums(input.mesh, total, whole, func.__name__).to(dtype)
 
 
-@register_op(nn_functions.cross_entropy_loss)
-def cross_entropy_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    return _over_classes(
-        nn_functions.cross_entropy_loss,
-        input,
-        target,
-        weight,
-        reduction,
-        ignore_index,
-        label_smoothing,
-    )
+def _register_over_classes(func: Function) -> None:
+    @register_op(func)
+    def loss(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        reduction: int = _MEAN,
+        ignore_index: int = -100,
+        *options: float,
+    ) -> Tensor:
+        return _over_classes(func, input, target, weight, reduction, ignore_index, *options)
 
 
-@register_op(nn_functions.nll_loss_nd)
-def nll_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-) -> Tensor:
-    return _over_classes(nn_functions.nll_loss_nd, input, target, weight, reduction, ignore_index)
+_register_over_classes(nn_functions.cross_entropy_loss)  # its option: label_smoothing
+_register_over_classes(nn_functions.nll_loss_nd)

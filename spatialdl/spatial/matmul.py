@@ -14,13 +14,12 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.layout.layout import Interval
-from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.autocast import HALF, autocast_cast, is_enabled, wide
 from spatialdl.spatial.contract import contract
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
-from spatialdl.spatial.window import autocast_cast
 
 
 @register_op(F.linear, split=("input",), prefix=True)
@@ -30,12 +29,12 @@ def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> 
     if dims.is_flat and not is_square:
         return dense(input, weight, bias)
     if -1 in dims.at:
-        return _mixed(input, weight, bias)
+        return _linear_over_pixels(input, weight, bias)
     tile = F.linear(to_tile(input), weight, bias)
     return from_tile(tile, input.spatial_layout, input.mesh, dims)
 
 
-def _mixed(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_over_pixels(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer over pixels: over all tokens, or along rows or columns alone."""
     x, weight, bias = autocast_cast(input, weight, bias)
     on_meta(F.linear, *([x, weight] if bias is None else [x, weight, bias]))
@@ -100,7 +99,7 @@ def _check_dims(name: str, a: Tensor, b: Tensor, count: int) -> None:
         )
 
 
-def _added(func: Any, base: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+def _add_base(func: Any, base: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     scaled = product if alpha == 1 else product * alpha
     if beta == 0:
         return scaled
@@ -115,7 +114,7 @@ def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     _check_dims("addmm", mat1, mat2, 2)
-    return _added(torch.addmm, input, torch.matmul(mat1, mat2), beta, alpha)
+    return _add_base(torch.addmm, input, torch.matmul(mat1, mat2), beta, alpha)
 
 
 @register_op(torch.baddbmm, Tensor.baddbmm, split=("input", "batch1", "batch2"), prefix=True)
@@ -123,7 +122,7 @@ def baddbmm(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     _check_dims("baddbmm", batch1, batch2, 3)
-    return _added(torch.baddbmm, input, torch.matmul(batch1, batch2), beta, alpha)
+    return _add_base(torch.baddbmm, input, torch.matmul(batch1, batch2), beta, alpha)
 
 
 # --- einsum
@@ -135,7 +134,7 @@ def einsum(equation: str, *operands: Any) -> Tensor:
         operands = tuple(operands[0])
     if not isinstance(equation, str):
         raise refusal(torch.einsum, spatial_in(operands), "pass the equation as a string")
-    letters, result = _parsed(equation.replace(" ", ""), operands)
+    letters, result = parse_equation(equation, operands)
     for names in letters:
         if len(set(names)) < len(names):
             raise refusal(
@@ -150,8 +149,9 @@ def einsum(equation: str, *operands: Any) -> Tensor:
     return contract(torch.einsum, operands, letters, result, local)
 
 
-def _parsed(equation: str, operands: tuple[Tensor, ...]) -> tuple[list[str], str]:
-    """The letters of the operands and of the result, with ``...`` expanded."""
+def parse_equation(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
+    """The letters of the operands and of the result of an einsum, with ``...`` expanded."""
+    equation = equation.replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
     if len(terms) != len(operands):
@@ -232,15 +232,15 @@ class Columns(NamedTuple):
         pixels = weight[:, before:stop].view(len(weight), *factors)
         for number, (first, last) in enumerate(self.box):
             pixels = pixels.narrow(2 * number + 2, first, last - first)
-        beside = self.dims.beside and self.is_first
+        beside = self.dims.extra_tokens and self.is_first
         return [weight[:, :before], pixels, weight[:, stop:]] if beside else [pixels]
 
-    def taken(self, weight: Tensor) -> Tensor:
+    def take(self, weight: Tensor) -> Tensor:
         """The columns of a weight (out, in): (out, own)."""
         parts = [one.flatten(1) for one in self.views(weight)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def placed(self, own: Tensor, count: int) -> Tensor:
+    def place(self, own: Tensor, count: int) -> Tensor:
         """The columns (out, own) placed in zeros (out, `count`)."""
         whole = own.new_zeros(len(own), count)
         views = self.views(whole)
@@ -257,7 +257,7 @@ class _OwnColumns(torch.autograd.Function):
     def forward(ctx: Any, tile: Tensor, weight: Tensor, columns: Columns, mixed: bool) -> Tensor:
         ctx.save_for_backward(tile, weight)
         ctx.columns, ctx.mixed = columns, mixed
-        return F.linear(tile, _cast(columns.taken(weight), tile, mixed))
+        return F.linear(tile, _cast(columns.take(weight), tile, mixed))
 
     @staticmethod
     @once_differentiable
@@ -270,9 +270,9 @@ class _OwnColumns(torch.autograd.Function):
         if needs_weight:
             rows = grad.reshape(count, grad.shape[-1])
             own = rows.t() @ tile.reshape(count, tile.shape[-1]).conj()
-            grad_weight = columns.placed(own.to(weight.dtype), weight.shape[1])
+            grad_weight = columns.place(own.to(weight.dtype), weight.shape[1])
         if needs_tile:
-            grad_tile = grad @ _cast(columns.taken(weight), tile, ctx.mixed).conj()
+            grad_tile = grad @ _cast(columns.take(weight), tile, ctx.mixed).conj()
         return grad_tile, grad_weight, None, None
 
 
@@ -292,7 +292,7 @@ def dense(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if input.mesh.grid_comm.size == 1:
         return F.linear(to_tile(input), weight, bias)
     kind = input.device.type
-    mixed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    mixed = is_enabled(kind)
     _check_dense(mixed, [input, weight] if bias is None else [input, weight, bias])
     if weight.dim() == 1:
         return dense(input, weight[None], None).squeeze(-1)
@@ -300,8 +300,7 @@ def dense(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if mixed and tile.dtype in (torch.float32, *HALF):
         tile = tile.to(torch.get_autocast_dtype(kind))
     part: Tensor = _OwnColumns.apply(tile, weight, Columns.of(input), mixed)  # type: ignore[no-untyped-call]
-    wide = part.float() if part.dtype in HALF else part
-    total = differentiable_sum(input.mesh.grid_comm, wide, "linear")
+    total = differentiable_sum(input.mesh.grid_comm, wide(part), "linear")
     if bias is not None:
         total = total + bias.to(total.dtype)  # rounded once, as by a kernel
     return total.to(part.dtype)

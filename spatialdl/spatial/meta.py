@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spatialdl.torch_internals import BatchNormBase, TorchDispatchMode, tree_leaves
+from spatialdl.torch_internals import BatchNormBase, TorchDispatchMode, tree_leaves, tree_map_only
 
 Known = dict[Any, Any]
 """Forms of results by operation, operands and default dtype; they depend on nothing else."""
@@ -33,7 +33,7 @@ class _Form:
     def __init__(self, like: Tensor) -> None:
         self.size, self.stride, self.dtype = like.size(), like.stride(), like.dtype
 
-    def made(self) -> Tensor:
+    def tensor(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
@@ -131,11 +131,11 @@ def run(func: Any, args: Any, kwargs: Any, known: Known = KNOWN) -> Any:
     if func._schema.is_mutable:
         return _in_place(func, args, kwargs, known, key)
     if key in known:
-        return _made(known[key])
+        return tree_map_only(_Form, _Form.tensor, known[key])
     result = func(*args, **kwargs)
     owned = {_memory(tensor) for tensor in tensors}
     if not any(_memory(tensor) in owned for tensor in tensors_in(result)):  # an undeclared view
-        known[key] = _forms(result)
+        known[key] = tree_map_only(Tensor, _Form, result)
     return result
 
 
@@ -161,18 +161,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _forms(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_forms(item) for item in value)
-    return _Form(value) if isinstance(value, Tensor) else value
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_made(item) for item in value)
-    return value.made() if isinstance(value, _Form) else value
 
 
 def _key(value: Any) -> Any:

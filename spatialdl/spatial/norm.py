@@ -11,6 +11,7 @@ BatchNorm's kernels compute the result in one pass. Statistics are those of (1, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout.layout import image_shape
-from spatialdl.spatial.autocast import HALF, in_float32
+from spatialdl.spatial.autocast import in_float32, wide, wide_type
 from spatialdl.spatial.constants import constant
 from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
@@ -42,10 +43,10 @@ class ChannelMoments(NamedTuple):
     mean: Tensor
     variance: Tensor
 
-    def of(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance in the dtype that normalises `tile`, never half precision."""
-        wide = torch.float32 if tile.dtype in HALF else tile.dtype
-        return self.mean.to(wide), self.variance.to(wide)
+    def of(self, tile: Tensor) -> ChannelMoments:
+        """These moments in the dtype that normalises `tile`, never half precision."""
+        dtype = wide_type(tile.dtype)
+        return self._replace(mean=self.mean.to(dtype), variance=self.variance.to(dtype))
 
 
 def global_moments(
@@ -76,18 +77,21 @@ def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
     if tile.numel() == 0:
         zeros = tile.new_zeros(tile.shape[1], dtype=torch.float64)
         return zeros, zeros
-    wide = tile.float() if tile.dtype in HALF and not tile.is_cuda else tile
+    if not tile.is_cuda:  # where the results are never half precision
+        tile = wide(tile)
     if tile.is_cuda or tile.is_cpu:  # Welford's method in one pass, twice as fast as var_mean
-        # On a GPU the results are never half precision, so the tile is not copied.
-        mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
+        mean, variance = torch.batch_norm_update_stats(tile, None, None, 0.0)
     else:
         dims = tuple(d for d in range(tile.dim()) if d != 1)
-        variance, mean = torch.var_mean(wide, dims, correction=0)
+        variance, mean = torch.var_mean(tile, dims, correction=0)
     return mean, variance
 
 
-class _Standardised(torch.autograd.Function):
-    """Saves the tile and its statistics, of each channel or of groups of consecutive channels."""
+class Standardize(torch.autograd.Function):
+    """Saves the tile and its statistics, of each channel or of groups of consecutive channels.
+
+    `add_up` sums (2, statistics) over the ranks.
+    """
 
     @staticmethod
     def forward(
@@ -97,33 +101,33 @@ class _Standardised(torch.autograd.Function):
         bias: Tensor | None,
         moments: ChannelMoments,
         eps: float,
-        comm: Communicator,
+        add_up: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.comm, ctx.eps, ctx.count = comm, eps, moments.pixels
+        ctx.add_up, ctx.eps, ctx.count = add_up, eps, moments.pixels
         _, mean, variance = moments
         ctx.save_for_backward(tile, weight, mean, variance)
         channels = tile.shape[1]
-        mean, variance = _spread(mean, channels), _spread(variance, channels)
-        return normalised(tile, weight, bias, mean, variance, eps)
+        mean, variance = _per_channel(mean, channels), _per_channel(variance, channels)
+        return normalize(tile, weight, bias, mean, variance, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, weight, of_groups, variance = ctx.saved_tensors
         channels = tile.shape[1]
-        mean, variance = _spread(of_groups, channels), _spread(variance, channels)
+        mean, variance = _per_channel(of_groups, channels), _per_channel(variance, channels)
         grad_weight, grad_bias = gradient_sums(grad, tile, mean, variance, ctx.eps)
         needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_tile = None
         if needs_tile:
-            sums = torch.cat([grad_bias, grad_weight]).double()
+            sums = torch.stack([grad_bias, grad_weight]).double()
             if mean is not of_groups:
-                sums = sums.view(2, -1) * (1 if weight is None else weight)
-                sums = sums.view(2 * len(of_groups), -1).sum(1)
-            totals = sum_over_ranks(ctx.comm, sums, "norm backward").div_(ctx.count)
-            totals = _spread(totals, 2 * channels)
+                sums = sums * (1 if weight is None else weight)
+                sums = sums.view(2, len(of_groups), -1).sum(2)
+            totals = ctx.add_up(sums).div_(ctx.count)
+            totals = _per_channel(totals.flatten(), 2 * channels).view(2, channels)
             if weight is not None and mean is of_groups:
-                totals.view(2, -1).mul_(weight)
+                totals.mul_(weight)
             grad_tile = gradient_of_tile(grad, tile, weight, mean, variance, ctx.eps, totals)
         return (
             grad_tile,
@@ -135,13 +139,32 @@ class _Standardised(torch.autograd.Function):
         )
 
 
-def _spread(values: Tensor, channels: int) -> Tensor:
+def _standardize(
+    tile: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    moments: ChannelMoments,
+    eps: float,
+    comm: Communicator,
+) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``, differentiable.
+
+    Args:
+        tile: (N, C, ...).
+        moments: over the tiles of all ranks of `comm`.
+    """
+    add_up = partial(sum_over_ranks, comm, name="norm backward")
+    y: Tensor = Standardize.apply(tile, weight, bias, moments, eps, add_up)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _per_channel(values: Tensor, channels: int) -> Tensor:
     """Values per group as values per channel."""
     size = len(values)
     return values if size == channels else values.repeat_interleave(channels // max(size, 1))
 
 
-def normalised(
+def normalize(
     tile: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -182,14 +205,14 @@ def gradient_of_tile(
     """The gradient of the tile, statistics included (Ioffe and Szegedy 2015, section 3).
 
     Args:
-        totals: per channel, the means of ``weight * grad`` over all pixels that share a statistic,
-            followed by those of ``weight * grad * (x - mean) / std``.
+        totals: (2, C), per channel the means of ``weight * grad`` over all pixels that share a
+            statistic, and those of ``weight * grad * (x - mean) / std``.
     """
     if tile.numel() == 0:
         return torch.empty_like(tile)
     scale = (variance + eps).rsqrt_()
     # Two passes: -scale * (mean_projection * normalised x + mean_grad), then + scale * grad.
-    by_mean, by_projection = totals.to(mean.dtype).view(2, -1).mul(scale.neg()).unbind()
+    by_mean, by_projection = totals.to(mean.dtype).mul(scale.neg()).unbind()
     result = torch.batch_norm(tile, by_projection, by_mean, mean, variance, False, 0.0, eps, False)
     if weight is not None:
         scale = scale * weight
@@ -235,7 +258,7 @@ def batch_norm(
     if comm.size == 1 and count != 1 and momentum is not None:  # PyTorch's kernel computes the same
         y = F.batch_norm(tile, running_mean, running_var, weight, bias, True, momentum, eps)
         return without_dims(input, y, ())
-    y = trained(tile, comm, count, running_mean, running_var, weight, bias, momentum, eps)
+    y = train_batch_norm(tile, comm, count, running_mean, running_var, weight, bias, momentum, eps)
     return without_dims(input, y, ())
 
 
@@ -251,7 +274,7 @@ class StatisticsOver:
     parts = 1
 
 
-def trained(
+def train_batch_norm(
     tile: Tensor,
     comm: Communicator,
     count: int | None,
@@ -280,12 +303,11 @@ def trained(
                 "batch_norm: expected more than 1 value per channel when training, got 1 with "
                 f"{tile.shape[1]} channels"
             )
-        moments = ChannelMoments(moments.pixels, *moments.of(tile))
+        moments = moments.of(tile)
         pixels = moments.pixels / copies if copies > 1 else moments.pixels
         once = moments._replace(pixels=pixels)
         update_running(once, running_mean, running_var, momentum)
-    y: Tensor = _Standardised.apply(tile, weight, bias, moments, eps, comm)  # type: ignore[no-untyped-call]
-    return y
+    return _standardize(tile, weight, bias, moments, eps, comm)
 
 
 def in_order_of_torch(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -333,7 +355,7 @@ def _check(name: str, x: SpatialTensor) -> None:
         raise refusal(name, [x], "its samples are merged with rows and columns")
 
 
-def _grouped(
+def _normalize_groups(
     x: SpatialTensor,
     tile: Tensor,
     groups: int,
@@ -346,15 +368,14 @@ def _grouped(
     samples, channels = tile.shape[:2]
     count, comm = x.numel() // max(x.shape[0] * groups, 1), x.mesh.grid_comm
     with torch.no_grad():
-        moments = global_moments(_as_channels(tile, samples * groups), count, comm, name)
-    image = _as_channels(tile, samples * channels)
+        moments = global_moments(as_channels(tile, samples * groups), count, comm, name)
+    image = as_channels(tile, samples * channels)
     own = (None if one is None else one.repeat(samples) for one in (weight, bias))
-    statistics = ChannelMoments(count, *moments.of(tile))
-    y: Tensor = _Standardised.apply(image, *own, statistics, eps, comm)  # type: ignore[no-untyped-call]
-    return y.view(tile.shape), moments
+    statistics = moments.of(tile)._replace(pixels=count)
+    return _standardize(image, *own, statistics, eps, comm).view(tile.shape), moments
 
 
-def _as_channels(tile: Tensor, channels: int) -> Tensor:
+def as_channels(tile: Tensor, channels: int) -> Tensor:
     """(N, C, ...) as (1, `channels`, rest); `channels` is N times a divisor of C."""
     return tile.reshape(1, channels, tile.numel() // max(channels, 1))
 
@@ -371,7 +392,7 @@ def group_norm(
     _check("group_norm", input)
     on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
     tile = in_float32(to_tile(input))
-    y, _ = _grouped(input, tile, num_groups, weight, bias, eps, "group_norm")
+    y, _ = _normalize_groups(input, tile, num_groups, weight, bias, eps, "group_norm")
     return without_dims(input, y, ())
 
 
@@ -393,7 +414,7 @@ def instance_norm(
         return without_dims(input, y, ())
     on_meta(F.instance_norm, input)
     tile = to_tile(input)
-    y, moments = _grouped(input, tile, input.shape[1], weight, bias, eps, "instance_norm")
+    y, moments = _normalize_groups(input, tile, input.shape[1], weight, bias, eps, "instance_norm")
     if running_mean is not None or running_var is not None:
         update_running(_mean_over_samples(moments, input), running_mean, running_var, momentum)
     return without_dims(input, y, ())

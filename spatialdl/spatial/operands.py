@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from spatialdl.layout.layout import Interval
-from spatialdl.spatial.agreed import leave_alone
-from spatialdl.spatial.dims import SpatialDims, apart
+from spatialdl.spatial.dims import SpatialDims, split_tokens
+from spatialdl.spatial.gradient_checks import skip_comparison
 from spatialdl.spatial.random.composite import inside
 from spatialdl.spatial.table import any_other, refusal, register_op
-from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, are_aligned, from_tile, on_layout, to_tile
 from spatialdl.torch_internals import tree_flatten, tree_map
 
 
@@ -33,7 +33,7 @@ def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     split = [value for value in operands if isinstance(value, SpatialTensor)]
     if not split or len(operands) == 1:
         return args, kwargs
-    written = _written(func, args, kwargs)
+    written = _write_targets(func, args, kwargs)
     if any(not isinstance(value, SpatialTensor) for value in written):
         raise refusal(func, split, "a split tensor cannot be written to a whole one in place")
     shape = _broadcast_shape(func, split, operands)
@@ -41,23 +41,23 @@ def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if all(_fits(value, target, shape) for value in operands):
         return args, kwargs
 
-    def lifted(value: Any) -> Any:
+    def lift_one(value: Any) -> Any:
         left_alone = not isinstance(value, Tensor) or any(value is target for target in written)
         return value if left_alone else lift(func, value, target, shape)
 
-    return tree_map(lifted, (args, kwargs))  # type: ignore[no-any-return]
+    return tree_map(lift_one, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _are_alike(x: Any, y: Any) -> bool:
     """Whether two operands are split tensors of one shape and layout, the common case."""
     both = type(x) is SpatialTensor and type(y) is SpatialTensor
-    return both and x._tile.shape == y._tile.shape and aligned(x, y)
+    return both and x._tile.shape == y._tile.shape and are_aligned(x, y)
 
 
 @register_op(Tensor.backward, prefix=True)
 def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """Backward, with a whole gradient of a split image cut to the own box."""
-    leave_alone([self])
+    skip_comparison([self])
     if isinstance(self, SpatialTensor) and gradient is not None:
         gradient = lift(Tensor.backward, gradient, self, self.shape)
     run = inside(Tensor.backward)
@@ -65,7 +65,7 @@ def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs:
         run(self, gradient, *args, **kwargs)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _write_targets(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that `func` writes to: its first argument in place, or ``out``."""
     name = getattr(func, "__name__", "")
     ends_in_place = name.endswith("_") and not name.endswith("__")
@@ -98,7 +98,7 @@ def _is_full_size(x: SpatialTensor, shape: torch.Size) -> bool:
 
 def _fits(value: Tensor, target: SpatialTensor, shape: torch.Size) -> bool:
     if isinstance(value, SpatialTensor):
-        return value.shape == shape and aligned(value, target)
+        return value.shape == shape and are_aligned(value, target)
     return value.dim() == 0 and not value.requires_grad
 
 
@@ -187,8 +187,8 @@ def cut(
         intervals: the box.
         part: the owner of the box.
     """
-    if dims.beside and whole.shape[dims.at[0]] > 1:
-        before, pixels, after = apart(whole, dims)
+    if dims.extra_tokens and whole.shape[dims.at[0]] > 1:
+        before, pixels, after = split_tokens(whole, dims)
         pixels = cut(pixels, dims.of_pixels, size, intervals, part)
         if part:
             before, after = (x.narrow(dims.at[0], 0, 0) for x in (before, after))

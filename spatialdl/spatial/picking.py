@@ -20,10 +20,10 @@ from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.span import positions_in
 from spatialdl.spatial.table import refusal
-from spatialdl.spatial.tensor import SpatialTensor, bring, from_tile
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, move_pixels
 
 
-def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTensor:
+def pick(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTensor:
     """`x` indexed by a tensor of any shape (n, ...) along a dim that holds spatial dims.
 
     Args:
@@ -33,7 +33,7 @@ def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTe
     """
     dims, layout, mesh, size = x.spatial_dims, x.spatial_layout, x.mesh, x.shape[dim]
     held = tuple(number for number, at in enumerate(dims.at) if at == dim)
-    if dims.beside or dims.outer[held[0]] > 1:
+    if dims.extra_tokens or dims.outer[held[0]] > 1:
         raise refusal(func, [x], "an index may select pixels only, not samples or class tokens")
     if len(held) > 1 and len(index) != size:
         raise refusal(func, [x], f"an index of merged split dims must have {size} rows")
@@ -50,19 +50,21 @@ def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTe
     rows = on(positions_in(output, dims, len(index), dim, mesh.part), x.device)
     own = index.to(x.device, torch.int64).index_select(0, rows)
     own = torch.where(own < 0, own + size, own)
-    tile = _taken(x, dim, held, own.flatten(), getattr(func, "__name__", str(func)))
+    tile = _pick_from_parts(x, dim, held, own.flatten(), getattr(func, "__name__", str(func)))
     more = own.dim() - 1
-    moved = dims.moved(lambda at: at - more if at <= dim else at)
+    moved = dims.map_dims(lambda at: at - more if at <= dim else at)
     tile = tile.reshape(*tile.shape[:dim], *own.shape, *tile.shape[x.dim() + dim + 1 :])
     return from_tile(tile, output, mesh, moved)
 
 
-def _taken(x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, name: str) -> Tensor:
+def _pick_from_parts(
+    x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, name: str
+) -> Tensor:
     """The entries of a dim at an index, from the tiles of all parts along it; differentiable."""
     layout, dims, size = x.spatial_layout, x.spatial_dims, x.shape[dim]
     taken: Tensor | None = None
     for plan, part in _turns(layout, held, x.mesh.part):
-        tile = bring(x, plan, name)
+        tile = move_pixels(x, plan, name)
         places = on(_places(layout, dims, size, dim, part), x.device).index_select(0, index)
         is_here = (places >= 0).view(-1, *(1,) * (-dim - 1))
         if tile.shape[dim] > 0:

@@ -17,49 +17,25 @@ from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.pooled_windows import Pool, Pooling
+from spatialdl.spatial.random.composite import functions_of
 from spatialdl.spatial.span import positions
 from spatialdl.spatial.table import refusal, register_op, register_refusal
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
-from spatialdl.spatial.window import (
-    WindowMove,
-    check_image,
-    check_output,
-    empty_output,
-    per_dim,
-    window_move,
-)
+from spatialdl.spatial.window import empty_output, plan_windows, windows_of
 from spatialdl.torch_internals import nn_functions
 
 
-def _windows(
-    dims: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any
+def _pooling_windows(
+    name: str, dims: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[Window, ...]:
-    kernel = per_dim(kernel_size, dims)
-    step = per_dim(stride, dims) if stride not in (None, [], ()) else kernel
-    windows = tuple(map(Window, kernel, step, per_dim(padding, dims), per_dim(dilation, dims)))
+    stride = kernel_size if stride in (None, [], ()) else stride
+    windows = windows_of(name, dims, kernel_size, stride, padding, dilation)
     for window in windows:
-        if min(window.kernel, window.stride, window.dilation) < 1 or window.padding < 0:
-            raise ValueError(
-                f"pooling: kernel, stride and dilation must be at least 1, padding at least 0; got "
-                f"{window}"
-            )
         if window.padding > window.kernel // 2:
             raise ValueError(
-                f"pooling: padding {window.padding} is more than half of the kernel {window.kernel}"
+                f"{name}: padding {window.padding} is more than half of the kernel {window.kernel}"
             )
     return windows
-
-
-def _move_for(
-    name: str, x: SpatialTensor, windows: tuple[Window, ...], ceil_mode: bool
-) -> WindowMove:
-    check_image(name, x, len(windows))
-    size = tuple(
-        window.output_size(pixels, ceil_mode)
-        for window, pixels in zip(windows, x.shape[2:], strict=True)
-    )
-    check_output(name, x, size)
-    return window_move(x.spatial_layout, windows, size, x.mesh.part)
 
 
 def _windows_are_whole(x: SpatialTensor, dims: int) -> bool:
@@ -104,11 +80,12 @@ def _register_max(dims: int, *functions: Any) -> None:
     ) -> Tensor:
         if return_indices:
             raise refusal(functions[0], [input], _NO_INDICES)
-        windows = _windows(dims, kernel_size, stride, padding, dilation)
+        name = f"max_pool{dims}d"
+        windows = _pooling_windows(name, dims, kernel_size, stride, padding, dilation)
         if _windows_are_whole(input, dims):
             arguments = kernel_size, stride, padding, dilation, ceil_mode
             return _by_tile(input, dims, lambda x: functions[0](x, *arguments))
-        moved = _move_for(f"max_pool{dims}d", input, windows, ceil_mode)
+        moved = plan_windows(name, input, windows, ceil_mode)
         tile = to_tile(input)
         pooled = Pool.apply(tile, input.mesh, moved, Pooling(windows), _lowest(tile.dtype))  # type: ignore[no-untyped-call]
         return from_tile(pooled, moved.output, input.mesh)
@@ -119,29 +96,20 @@ _register_max(2, F.max_pool2d, torch.max_pool2d)
 _register_max(3, F.max_pool3d, torch.max_pool3d)
 
 
-register_refusal(
-    _NO_INDICES,
-    F.max_pool1d_with_indices,
-    torch.max_pool1d_with_indices,
-    F.max_pool2d_with_indices,
-    nn_functions.max_pool2d_with_indices,
-    F.max_pool3d_with_indices,
-    nn_functions.max_pool3d_with_indices,
-    F.max_unpool1d,
-    F.max_unpool2d,
-    nn_functions.max_unpool2d,
-    F.max_unpool3d,
-    nn_functions.max_unpool3d,
-)
-register_refusal(
-    "its windows are random; use max pooling or adaptive max pooling",
-    F.fractional_max_pool2d,
-    F.fractional_max_pool2d_with_indices,
-    nn_functions.fractional_max_pool2d,
-    F.fractional_max_pool3d,
-    F.fractional_max_pool3d_with_indices,
-    nn_functions.fractional_max_pool3d,
-)
+_POOLS = "max_pool{0}d_with_indices max_unpool{0}d"
+register_refusal(_NO_INDICES, [torch.max_pool1d_with_indices])
+for _dims in (1, 2, 3):
+    register_refusal(_NO_INDICES, functions_of(F, _POOLS.format(_dims)))
+for _dims in (2, 3):
+    _fractional = f"fractional_max_pool{_dims}d"
+    register_refusal(_NO_INDICES, functions_of(nn_functions, _POOLS.format(_dims)))
+    register_refusal(
+        "its windows are random; use max pooling or adaptive max pooling",
+        [
+            *functions_of(F, f"{_fractional} {_fractional}_with_indices"),
+            getattr(nn_functions, _fractional),
+        ],
+    )
 
 
 # --- average
@@ -161,18 +129,18 @@ def _register_average(dims: int, *functions: Any) -> None:
         name = f"avg_pool{dims}d"
         if divisor_override == 0:
             raise ValueError(f"{name}: divisor_override must not be zero")
-        windows = _windows(dims, kernel_size, stride, padding, 1)
+        windows = _pooling_windows(name, dims, kernel_size, stride, padding)
         if dims == 1 and len(input.mesh.grid) > 1 and are_tokens(input.shape, input.spatial_dims):
             return _mean_of_tokens(input, windows[0], ceil_mode, divisor_override)
         if _windows_are_whole(input, dims):
             arguments = kernel_size, stride, padding, ceil_mode, count_include_pad
             divisors = () if dims == 1 else (divisor_override,)
             return _by_tile(input, dims, lambda x: functions[0](x, *arguments, *divisors))
-        moved = _move_for(name, input, windows, ceil_mode)
+        moved = plan_windows(name, input, windows, ceil_mode)
         mesh = input.mesh
         tile = to_tile(input)
         divisor = divisor_override or _divisor(
-            windows, moved.output, mesh.part, moved.size, count_include_pad
+            windows, moved.output, mesh.part, input.spatial_layout.size, count_include_pad
         )
         pooling = Pooling(windows, divisor if isinstance(divisor, int) else 1)
         counts = None if isinstance(divisor, int) else on(divisor, tile.device)
@@ -192,7 +160,8 @@ def _mean_of_tokens(
             F.avg_pool1d, [input], "windows over tokens of an image must not overlap or be padded"
         )
     count = window.output_size(input.shape[-1])
-    check_output("avg_pool1d", input, (count,))
+    if count < 1:
+        raise ValueError(f"avg_pool1d: {input.shape[-1]} tokens are fewer than {window.kernel}")
     tile = wide(to_tile(input))
     place = on(positions(input, -1) // window.kernel, tile.device).clamp(max=count)
     sums = tile.new_zeros(*tile.shape[:-1], count + 1).index_add(-1, place, tile)

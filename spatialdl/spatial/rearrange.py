@@ -15,11 +15,12 @@ from spatialdl.comm.repartition import repartition
 from spatialdl.layout.layout import Bounds, Box, Layout
 from spatialdl.spatial.autocast import padded_as
 from spatialdl.spatial.dims import image_dims
+from spatialdl.spatial.random.composite import numbers_of
 from spatialdl.spatial.reindex import (
     DimMap,
     Segment,
-    apart_dims,
     reindex,
+    separate_dims_of,
     take,
 )
 from spatialdl.spatial.span import on_meta
@@ -46,9 +47,9 @@ def pad_image(
         input = _pad_other_dims(input, others, mode, value)
     if len(held) > 1 and set(held) == {held[0]} and mode == "constant":
         return _pad_tokens(input, *by_dim[held[0]], value)
-    dims = apart_dims(F.pad, input, {dim for dim in held if any(by_dim.get(dim, ()))})
+    dims = separate_dims_of(F.pad, input, {dim for dim in held if any(by_dim.get(dim, ()))})
     maps = tuple(
-        _padded(input, bounds, by_dim.get(dim, (0, 0)), mode)
+        _pad_map(input, bounds, by_dim.get(dim, (0, 0)), mode)
         for dim, bounds in zip(dims, input.spatial_layout.cuts, strict=True)
     )
     return reindex(F.pad, input, maps, 0.0 if value is None else value)
@@ -71,7 +72,7 @@ def _check(
     F.pad(torch.empty(shape, dtype=dtype, device="meta"), pads, mode, value)
 
 
-def _padded(x: SpatialTensor, bounds: Bounds, pads: tuple[int, int], mode: str) -> DimMap:
+def _pad_map(x: SpatialTensor, bounds: Bounds, pads: tuple[int, int], mode: str) -> DimMap:
     if not any(pads):
         return DimMap.identity(bounds)
     return DimMap.of(_segments(x, bounds[-1], *pads, mode), bounds)
@@ -84,7 +85,7 @@ def _segments(x: SpatialTensor, size: int, before: int, after: int, mode: str) -
     if mode == "constant":
         return [Segment(size + before + after, -before)]
     if mode in ("replicate", "reflect"):
-        return _mirrored(size, before, after, mode)
+        return _mirror_segments(size, before, after, mode)
     if left > count or right > count:
         raise refusal(F.pad, [x], f"a circular pad of ({before}, {after}) reads cropped pixels")
     return [
@@ -94,7 +95,7 @@ def _segments(x: SpatialTensor, size: int, before: int, after: int, mode: str) -
     ]
 
 
-def _mirrored(size: int, before: int, after: int, mode: str) -> list[Segment]:
+def _mirror_segments(size: int, before: int, after: int, mode: str) -> list[Segment]:
     """The segments of mode reflect or replicate; a crop may remove part of the pad.
 
     Output j reads input j - before, reflected or replicated at the ends.
@@ -117,12 +118,12 @@ def _pad_tokens(x: SpatialTensor, before: int, after: int, value: float | None) 
     if min(before, after) < 0:
         raise refusal(F.pad, [x], "tokens of an image can be padded, not cropped")
 
-    def filled(count: int) -> Tensor:
+    def fill_tokens(count: int) -> Tensor:
         shape = list(x.shape)
         shape[dim] = count
         return torch.full(shape, value or 0, dtype=x.dtype, device=x.device)
 
-    return torch.cat([filled(before), x, filled(after)], dim)
+    return torch.cat([fill_tokens(before), x, fill_tokens(after)], dim)
 
 
 def _pad_other_dims(
@@ -141,20 +142,13 @@ def _pad_other_dims(
 # --- flips, rolls and rotations
 
 
-def _numbers(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """The dims of PyTorch's `1, 2` or `(1, 2)`."""
-    if len(values) == 1 and not isinstance(values[0], int):
-        return tuple(values[0])
-    return values
-
-
 def _is_split(x: SpatialTensor, dim: int) -> bool:
     return x.spatial_dims.holds(dim, x.dim())
 
 
 @register_op(torch.flip, Tensor.flip, split=("input",))
 def flip(input: SpatialTensor, *dims: Any, **named: Any) -> SpatialTensor:
-    wanted = _numbers(dims or (named["dims"],))
+    wanted = tuple(numbers_of(dims or (named["dims"],)))
     on_meta(torch.flip, input, wanted)
     others = [dim for dim in wanted if not _is_split(input, dim)]
     if others or not wanted:
@@ -165,15 +159,15 @@ def flip(input: SpatialTensor, *dims: Any, **named: Any) -> SpatialTensor:
     turned = {dim % input.dim() - input.dim() for dim in wanted if _is_split(input, dim)}
     if not turned:
         return flipped
-    held = apart_dims(torch.flip, input)
+    held = separate_dims_of(torch.flip, input)
     maps = tuple(
-        _backwards(bounds) if dim in turned else DimMap.identity(bounds)
+        _flip_map(bounds) if dim in turned else DimMap.identity(bounds)
         for dim, bounds in zip(held, input.spatial_layout.cuts, strict=True)
     )
     return reindex(torch.flip, flipped, maps)
 
 
-def _backwards(bounds: Bounds) -> DimMap:
+def _flip_map(bounds: Bounds) -> DimMap:
     return DimMap((Segment(bounds[-1], bounds[-1] - 1, -1),), bounds)
 
 
@@ -203,16 +197,16 @@ def roll(input: SpatialTensor, shifts: Any, dims: Any = None) -> Tensor:
         rolled = from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
     if len(others) == len(wanted):
         return rolled
-    by_dim = dict.fromkeys(apart_dims(torch.roll, input), 0)
+    by_dim = dict.fromkeys(separate_dims_of(torch.roll, input), 0)
     for step, dim in zip(steps, wanted, strict=True):
         if _is_split(input, dim):
             by_dim[dim % input.dim() - input.dim()] += step
-    maps = tuple(map(_rolled, input.spatial_layout.cuts, by_dim.values()))
+    maps = tuple(map(_roll_map, input.spatial_layout.cuts, by_dim.values()))
     result = reindex(torch.roll, rolled, maps)
     return result.clone() if result is input else result
 
 
-def _rolled(bounds: Bounds, shift: int) -> DimMap:
+def _roll_map(bounds: Bounds, shift: int) -> DimMap:
     size = bounds[-1]
     shift %= max(size, 1)
     if shift == 0:
@@ -231,14 +225,14 @@ def rot90(input: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Ten
         return flip(input, (first, second))
     flipped = flip(input, second if turns == 1 else first)
     if _is_split(input, first) and _is_split(input, second):
-        return _transposed(flipped, first - input.dim(), second - input.dim())
+        return _swap_split_dims(flipped, first - input.dim(), second - input.dim())
     result: Tensor = flipped.transpose(first, second)
     return result
 
 
-def _transposed(x: SpatialTensor, first: int, second: int) -> SpatialTensor:
+def _swap_split_dims(x: SpatialTensor, first: int, second: int) -> SpatialTensor:
     """Swap two split dims: boxes are moved to the grid's layout of the new image."""
-    dims, layout = apart_dims(torch.rot90, x), x.spatial_layout.of_samples(1)
+    dims, layout = separate_dims_of(torch.rot90, x), x.spatial_layout.of_samples(1)
     order = list(range(1 + len(dims)))
     one, other = 1 + dims.index(first), 1 + dims.index(second)
     order[one], order[other] = other, one

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.replay import ReplayTape
 from spatialdl.spatial import replicas
-from spatialdl.spatial.random.drawing import same_again
+from spatialdl.spatial.random.drawing import repeat_later
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import top_saved_tensors_hooks, tree_leaves, tree_map_only
 
@@ -41,7 +41,7 @@ def recompute(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     roots = list(modules)
-    run = _Run([module for root in roots for module in root.modules()])
+    run = _FirstRun([module for root in roots for module in root.modules()])
     again = partial(
         checkpoint,
         use_reentrant=False,
@@ -77,7 +77,7 @@ class _Inputs:
         first = [self._given]
 
         def run(*devices: Tensor) -> Any:
-            args, kwargs = first.pop() if first else self._once_more()
+            args, kwargs = first.pop() if first else self._inputs_again()
             return function(*args, **kwargs)
 
         return run
@@ -96,7 +96,7 @@ class _Inputs:
         del self._given
         return overwritten
 
-    def _once_more(self) -> Any:
+    def _inputs_again(self) -> Any:
         if self._are_copies:  # cloned, as it may run several times and must not modify leaves
             return tree_map_only(Tensor, torch.clone, self._again)
         if self._versions != [_version(one) for one in self.tensors]:
@@ -115,7 +115,7 @@ def _version(x: Tensor) -> int:
     return x._version + (x._tile._version if isinstance(x, SpatialTensor) else 0)
 
 
-class _Run:
+class _FirstRun:
     """The first run's tape, and the random state, buffers and attributes before it.
 
     All buffers are copied, because BatchNorm updates running statistics without incrementing their
@@ -124,8 +124,8 @@ class _Run:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.tape = ReplayTape()
-        self.random = same_again()
-        self.replicas = replicas.same_again()
+        self.random = repeat_later()
+        self.replicas = replicas.repeat_later()
         self.modules = modules
         self.attributes = [{**vars(module), "_buffers": _copies(module)} for module in modules]
 
@@ -138,7 +138,7 @@ def _copies(module: nn.Module) -> dict[str, Tensor | None]:
 class _SecondRun:
     """The context of a recomputation; re-enterable for backward with ``retain_graph``."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _FirstRun) -> None:
         self._run = run
         self._contexts = run.tape.replay(), run.random, run.replicas
         self._real: list[dict[str, Any]] = []

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import differentiable_gather, sum_over_ranks
-from spatialdl.spatial.autocast import HALF, in_float32
-from spatialdl.spatial.extremes import extreme
+from spatialdl.spatial.autocast import in_float32, wide_type
+from spatialdl.spatial.extremes import extreme, extreme_of_tile
 from spatialdl.spatial.span import (
     ReductionSpan,
     dims_of,
@@ -60,7 +60,7 @@ def _sum(
     """The sum over a span; half precision is accumulated in float32."""
     result = _sum_type(tile, dtype)
     add = torch.nansum if nan else torch.sum
-    part = add(tile, span.dims, keepdim=True, dtype=torch.float32 if result in HALF else result)
+    part = add(tile, span.dims, keepdim=True, dtype=wide_type(result))
     return span.sum(part, "sum").to(result)
 
 
@@ -92,7 +92,7 @@ def image_mean(
 ) -> Tensor:
     def across(tile: Tensor, span: ReductionSpan) -> Tensor:
         result = dtype or tile.dtype
-        wide = torch.float32 if result in HALF else result
+        wide = wide_type(result)
         if not _skips_nan(func):
             return (_sum(tile, span, wide) / span.count).to(result)
         present = (~tile.isnan()).sum(span.dims, keepdim=True)
@@ -103,9 +103,9 @@ def image_mean(
     return reduce_over(input, dim, keepdim, local, across)
 
 
-def _gathered(part: Tensor, span: ReductionSpan, fill: float, name: str) -> Tensor:
+def _gather(part: Tensor, span: ReductionSpan, fill: float, name: str) -> Tensor:
     """The parts of all ranks in the full size, (ranks, ...); differentiable."""
-    return differentiable_gather(span.comm, span.placed(part, fill), name)
+    return differentiable_gather(span.comm, span.place(part, fill), name)
 
 
 @reduction(torch.prod, Tensor.prod)
@@ -121,7 +121,7 @@ def image_prod(
         result = _sum_type(tile, dtype)
         for d in span.dims:
             tile = tile.prod(d, keepdim=True, dtype=result)
-        return _gathered(tile, span, 1.0, "prod").prod(0)
+        return _gather(tile, span, 1.0, "prod").prod(0)
 
     options = {} if dim is None else {"dim": dim, "keepdim": keepdim}
     return reduce_over(input, dim, keepdim, partial(func, dtype=dtype, **options), across)
@@ -142,25 +142,18 @@ class _LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, total = ctx.saved_tensors
         span = ctx.span
-        grad = span.own(sum_over_ranks(span.comm, grad, "logsumexp backward"))
-        total = span.own(total)
+        grad = span.local(sum_over_ranks(span.comm, grad, "logsumexp backward"))
+        total = span.local(total)
         return grad * (tile - total.masked_fill(total.isneginf(), 0)).exp(), None
 
 
 def log_sum_exp(tile: Tensor, span: ReductionSpan) -> Tensor:
     """The log-sum-exp over the whole image, in the full size."""
-    largest = span.max(highest_of(tile, span), -math.inf, "logsumexp")
+    largest = span.max(extreme_of_tile(tile, span, 1), -math.inf, "logsumexp")
     shift = largest.masked_fill(largest.isinf(), 0)
-    part = (tile - span.own(shift)).exp().sum(span.dims, keepdim=True)
-    whole = sum_over_ranks(span.comm, span.placed(part), "logsumexp")
+    part = (tile - span.local(shift)).exp().sum(span.dims, keepdim=True)
+    whole = sum_over_ranks(span.comm, span.place(part), "logsumexp")
     return whole.log() + shift
-
-
-def highest_of(tile: Tensor, span: ReductionSpan) -> Tensor:
-    """The maximum of this tile; minus infinity if it is empty."""
-    if tile.numel() > 0:
-        return tile.amax(span.dims, keepdim=True)
-    return tile.sum(span.dims, keepdim=True).fill_(-math.inf)
 
 
 @reduction(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
@@ -191,7 +184,7 @@ def _norm(tile: Tensor, span: ReductionSpan, order: float, dtype: torch.dtype | 
     else:
         empty = tile.abs().sum(span.dims, keepdim=True, dtype=wide)
         part = empty + (0.0 if order > 0 else math.inf)
-    parts = _gathered(part, span, 0.0 if order > 0 else math.inf, "norm")
+    parts = _gather(part, span, 0.0 if order > 0 else math.inf, "norm")
     normed: Tensor = torch.linalg.vector_norm(parts, order, 0)
     return normed.to(wide if tile.is_complex() else result)
 
@@ -288,7 +281,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, span: ReductionSpan, log: bool) -> Tensor:
-        y = tile - span.own(log_sum_exp(tile, span))
+        y = tile - span.local(log_sum_exp(tile, span))
         y = y if log else y.exp()
         ctx.save_for_backward(y)
         ctx.span, ctx.log = span, log
@@ -300,7 +293,7 @@ class _Softmax(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         span = ctx.span
         weighted = grad if ctx.log else grad * y
-        total = span.own_sum(weighted.sum(span.dims, keepdim=True), "softmax backward")
+        total = span.local_sum(weighted.sum(span.dims, keepdim=True), "softmax backward")
         return (grad - y.exp() * total if ctx.log else weighted - y * total), None, None
 
 

@@ -187,7 +187,7 @@ def stays(plan: Plan) -> bool:
     )
 
 
-def apart_dims(
+def separate_dims_of(
     func: object, x: SpatialTensor, touched: Collection[int] | None = None
 ) -> tuple[int, ...]:
     """The dims (negative) that hold the spatial dims, each separately.
@@ -199,7 +199,7 @@ def apart_dims(
         UnsupportedSpatialOp: these are merged into tokens or with other dims.
     """
     dims = x.spatial_dims
-    merged = dims.beside or any(
+    merged = dims.extra_tokens or any(
         outer > 1 or dims.at.count(at) > 1
         for at, outer in zip(dims.at, dims.outer, strict=True)
         if touched is None or at in touched
@@ -229,7 +229,7 @@ def reindex(
     if maps == tuple(map(DimMap.identity, layout.cuts)):
         return x
     each = zip(x.spatial_dims.at, maps, layout.cuts, strict=True)
-    apart_dims(func, x, {dim for dim, one, cuts in each if one != DimMap.identity(cuts)})
+    separate_dims_of(func, x, {dim for dim, one, cuts in each if one != DimMap.identity(cuts)})
     name = getattr(func, "__name__", str(func))
     tile = to_tile(x)
     image = to_image(tile, x.spatial_dims, x.mesh.own_box(layout).shape[1:])

@@ -20,7 +20,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.layout.layout import Box, Interval, Layout, even_bounds
-from spatialdl.spatial.dims import SpatialDims, unmerged
+from spatialdl.spatial.dims import SpatialDims, separate_dims
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -42,7 +42,7 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int], dims: SpatialDims, layout: Layout, stay: int) -> _Order:
-        sizes, where = unmerged(shape, dims, layout.size)
+        sizes, where = separate_dims(shape, dims, layout.size)
         slowest = next((n for n in range(stay, len(sizes)) if sizes[n] > 1), stay)
         return cls(tuple(sizes), tuple(where), slowest, layout)
 
@@ -75,7 +75,7 @@ class _Order(NamedTuple):
         bounds = even_bounds(self.sizes[self.slowest], ranks)
         return list(pairwise(bounds))
 
-    def moved(self, own: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
+    def move(self, own: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
         """The elements that this rank needs by a plan between `boxes` and `bands`."""
         front = [] if self.cuts_pixels else [self.slowest]
         others = [n for n in range(len(self.sizes)) if n not in (*front, *self.where)]
@@ -96,15 +96,15 @@ class _Order(NamedTuple):
         return sizes
 
 
-def reordered(x: SpatialTensor, shape: tuple[int, ...]) -> SpatialTensor | None:
+def reorder(x: SpatialTensor, shape: tuple[int, ...]) -> SpatialTensor | None:
     """`x` viewed as the global `shape`, on the same layout.
 
     Returns:
         None if `shape` has no dims for the spatial dims.
     """
-    stay = _unchanged(tuple(x.shape), shape, x.spatial_dims)
+    stay = _count_unchanged(tuple(x.shape), shape, x.spatial_dims)
     dims = _place_for(x.spatial_layout.size, shape, stay)
-    if dims is None or x.spatial_dims.beside:
+    if dims is None or x.spatial_dims.extra_tokens:
         return None
     mesh, layout = x.mesh, x.spatial_layout
     if mesh.grid_comm.size == 1:
@@ -112,17 +112,17 @@ def reordered(x: SpatialTensor, shape: tuple[int, ...]) -> SpatialTensor | None:
     old = _Order.of(tuple(x.shape), x.spatial_dims, layout.of_samples(1), stay)
     new = _Order.of(shape, dims, layout.of_samples(1), stay)
     plans = _plans(old, new, mesh.grid_comm.size, mesh.part)
-    band = old.moved(to_tile(x), plans[0], mesh)
+    band = old.move(to_tile(x), plans[0], mesh)
     line = band.reshape(1, prod(shape[:stay]), plans[1].own.shape[1])
     line = repartition(line, mesh.grid_comm, plans[1], name="reshape")
-    tile = new.moved(line, plans[2], mesh)
+    tile = new.move(line, plans[2], mesh)
     extents = mesh.own_box(layout).shape[1:]
     view = from_tile(tile.reshape(dims.sizes(shape, extents)), layout, mesh, dims)
     share(x, view, moved=True)
     return view
 
 
-def _unchanged(old: Sequence[int], new: Sequence[int], dims: SpatialDims) -> int:
+def _count_unchanged(old: Sequence[int], new: Sequence[int], dims: SpatialDims) -> int:
     """The number of leading dims that are unchanged and not split."""
     count = 0
     while old[count] == new[count] and not dims.holds(count, len(old)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.spatial.norm import StatisticsOver, in_order_of_torch, trained
+from spatialdl.spatial.norm import StatisticsOver, in_order_of_torch, train_batch_norm
 from spatialdl.spatial.random.composite import inside
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -78,10 +78,10 @@ class BatchNormOver(TorchFunctionMode):
                 input, running_mean, running_var, weight, bias, False, momentum, eps
             )
         options = (running_mean, running_var, weight, bias, momentum, eps)
-        return trained(input, self._comm, None, *options, copies=self._parts)
+        return train_batch_norm(input, self._comm, None, *options, copies=self._parts)
 
 
-def same_again() -> AbstractContextManager[object]:
+def repeat_later() -> AbstractContextManager[object]:
     """A context that restores the current setting of BatchNorm when entered later."""
     comm, parts = StatisticsOver.comm, StatisticsOver.parts
     return nullcontext() if comm is None else BatchNormOver(comm, parts)

@@ -104,7 +104,7 @@ def interpolation_weights(how: ResampledDim, dtype: torch.dtype) -> Interpolatio
         every = torch.arange(how.count).view(-1, 1)
         return InterpolationWeights(every, torch.ones(every.shape, dtype=dtype))
     if how.antialias:
-        return _antialiased(how, dtype)
+        return _antialias(how, dtype)
     step, outputs = how.step(dtype), torch.arange(how.count, dtype=dtype)
     centre = outputs * step if how.align_corners else step * (outputs + 0.5) - 0.5
     if how.mode == "linear":
@@ -140,7 +140,7 @@ def _cubic(x: Tensor, a: float) -> Tensor:
     return torch.where(x <= 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
-def _antialiased(how: ResampledDim, dtype: torch.dtype) -> InterpolationWeights:
+def _antialias(how: ResampledDim, dtype: torch.dtype) -> InterpolationWeights:
     """Antialiased weights: the kernel is widened by the step if the image shrinks."""
     step = how.step(dtype)
     wide = step.clamp(min=1)
@@ -359,7 +359,7 @@ KERNEL_DIMS = {f: dims for table in (KERNELS, ANTIALIASED) for (_, dims), f in t
 
 def _register(mode: str, function: Call, antialias: bool) -> None:
     @register_op(function, split=("input",))
-    def resampled(input: SpatialTensor, size: Any, *options: Any) -> Tensor:
+    def resample(input: SpatialTensor, size: Any, *options: Any) -> Tensor:
         align_corners, *scales = (False, *options) if mode.startswith("nearest") else options
         return _resampling(function, mode, input, (size, *scales), align_corners, antialias)
 

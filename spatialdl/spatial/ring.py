@@ -30,7 +30,7 @@ from spatialdl.comm.replay import aside, once
 from spatialdl.comm.single_process import Completed
 from spatialdl.layout.layout import Box
 from spatialdl.spatial.autocast import wide
-from spatialdl.spatial.blockwise import Scores, backward_block, combined, forward_block
+from spatialdl.spatial.blockwise import Scores, backward_block, combine_results, forward_block
 
 
 class Ring(NamedTuple):
@@ -64,7 +64,7 @@ def _hop(counts: tuple[int, ...], elements: int, number: int, part: int) -> Plan
     return plan_for(owned, needed, part)
 
 
-class _Packed(NamedTuple):
+class _Packing(NamedTuple):
     """Packs keys (..., S, E) and values (..., S, F) of a part into a message (1, elements)."""
 
     keys: torch.Size
@@ -78,14 +78,14 @@ class _Packed(NamedTuple):
             + math.prod(self.values[:-2]) * self.values[-1]
         )
 
-    def packed(self, keys: Tensor, values: Tensor) -> Tensor:
+    def pack_message(self, keys: Tensor, values: Tensor) -> Tensor:
         message = keys.new_empty(1, keys.numel() + values.numel())
-        of_keys, of_values = self.unpacked(message, keys.shape[-2])
+        of_keys, of_values = self.unpack(message, keys.shape[-2])
         of_keys.copy_(keys)
         of_values.copy_(values)
         return message
 
-    def unpacked(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def unpack(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
         of_keys = (*self.keys[:-2], count, self.keys[-1])
         size = math.prod(of_keys)
         of_values = (*self.values[:-2], count, self.values[-1])
@@ -104,7 +104,7 @@ def circulate(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Ten
             arriving.append(_start_receive(ring, number + 1, own, elements))
         else:
             del own  # the last pending exchange references it until it completes
-        yield number, _arrived(arriving)
+        yield number, _wait_for_first(arriving)
 
 
 def _start_receive(ring: Ring, number: int, own: Tensor, elements: int) -> tuple[Tensor, Pending]:
@@ -117,13 +117,13 @@ def _start_receive(ring: Ring, number: int, own: Tensor, elements: int) -> tuple
     return buffer, start_exchange(ring.mesh.grid_comm, exchange, "attention")
 
 
-def _arrived(arriving: list[tuple[Tensor, Pending]]) -> Tensor:
+def _wait_for_first(arriving: list[tuple[Tensor, Pending]]) -> Tensor:
     message, pending = arriving.pop(0)
     pending.wait()
     return message
 
 
-class Returning:
+class GradientReturn:
     """Sends gradients of keys and values back to the owners of these."""
 
     def __init__(self, ring: Ring, elements: int) -> None:
@@ -188,39 +188,39 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, out, spread = ctx.saved_tensors
         ring, scores = ctx.ring, ctx.scores
-        pack = _Packed(key.shape, value.shape)
-        returning = Returning(ring, pack.elements)
+        pack = _Packing(key.shape, value.shape)
+        returning = GradientReturn(ring, pack.elements)
         grad_query: Tensor | None = None
         grad_bias = None
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = torch.zeros_like(bias)
         options = grad, out, spread
-        for number, message in circulate(ring, pack.packed(key, value), pack.elements):
+        for number, message in circulate(ring, pack.pack_message(key, value), pack.elements):
             part = ring.part(number)
-            keys, values = pack.unpacked(message, ring.counts[part])
+            keys, values = pack.unpack(message, ring.counts[part])
             grads = backward_block(scores.of(part), query, keys, values, bias, options, grad_bias)
             del message, keys, values  # else memory peaks here in backward's first layers
-            of_query, packed = wide(grads[0]), pack.packed(*grads[1:])
+            of_query, returned = wide(grads[0]), pack.pack_message(*grads[1:])
             del grads
             grad_query = of_query if grad_query is None else grad_query.add_(of_query)
-            returning.send(number, packed)
-            del packed
+            returning.send(number, returned)
+            del returned
         assert grad_query is not None
         returning.wait()
         total = returning.total.to(key.dtype)
-        grad_key, grad_value = pack.unpacked(total, ring.counts[ring.mesh.part])
+        grad_key, grad_value = pack.unpack(total, ring.counts[ring.mesh.part])
         return grad_query.to(query.dtype), grad_key, grad_value, grad_bias, None
 
 
 def _forward(
     ring: Ring, scores: Scores, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    pack = _Packed(key.shape, value.shape)
+    pack = _Packing(key.shape, value.shape)
     result: tuple[Tensor, Tensor] | None = None
-    for number, message in circulate(ring, pack.packed(key, value), pack.elements):
+    for number, message in circulate(ring, pack.pack_message(key, value), pack.elements):
         part = ring.part(number)
-        keys, values = pack.unpacked(message, ring.counts[part])
-        result = combined(result, forward_block(scores.of(part), query, keys, values, bias))
+        keys, values = pack.unpack(message, ring.counts[part])
+        result = combine_results(result, forward_block(scores.of(part), query, keys, values, bias))
     assert result is not None
     out, spread = result
     return out.to(query.dtype), spread
@@ -255,7 +255,7 @@ def ring_attention(
 # --- few queries, equal on all ranks
 
 
-class _Folded(torch.autograd.Function):
+class _FoldedAttention(torch.autograd.Function):
     """Attention to each rank's own keys, with the results combined over the ranks."""
 
     @staticmethod
@@ -268,7 +268,7 @@ class _Folded(torch.autograd.Function):
         own = torch.cat([out, spread.unsqueeze(-1)], -1)
         result: tuple[Tensor, Tensor] | None = None
         for part in gather_over_ranks(mesh.grid_comm, own, "attention"):
-            result = combined(result, (part[..., :-1], part[..., -1]))
+            result = combine_results(result, (part[..., :-1], part[..., -1]))
         assert result is not None
         out, spread = result[0].to(query.dtype), result[1]
         ctx.save_for_backward(query, key, value, bias, out, spread)
@@ -300,5 +300,5 @@ def folded_attention(
         (..., L, F), the same on every rank.
     """
     options = mesh, scores
-    out: Tensor = _Folded.apply(query, key, value, bias, options)  # type: ignore[no-untyped-call]
+    out: Tensor = _FoldedAttention.apply(query, key, value, bias, options)  # type: ignore[no-untyped-call]
     return out

@@ -44,7 +44,7 @@ class Family:
         members = [*(self.members or [owner]), view]
         self._members = [weakref.ref(member) for member in members]
 
-    def watched(self, line: Tensor) -> Tensor:
+    def track_line(self, line: Tensor) -> Tensor:
         """Track writes to `line`, a plain copy that would be a view in PyTorch."""
         if line.is_inference():  # inference tensors have no version counter
             with torch.inference_mode(False):

@@ -13,8 +13,8 @@ from spatialdl.comm.plan import plan_for
 from spatialdl.layout.layout import Box, Layout, last_slices
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.operands import own_box_of
-from spatialdl.spatial.picking import picked
-from spatialdl.spatial.reindex import apart_dims, fetch
+from spatialdl.spatial.picking import pick
+from spatialdl.spatial.reindex import fetch, separate_dims_of
 from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
@@ -100,7 +100,7 @@ for _dim, _name in enumerate(("vsplit", "hsplit", "dsplit")):
 def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
     on_meta(torch.index_select, input, dim, index)
     if input.spatial_dims.holds(dim, input.dim()):
-        return picked(torch.index_select, input, dim % input.dim() - input.dim(), index.view(-1))
+        return pick(torch.index_select, input, dim % input.dim() - input.dim(), index.view(-1))
     tile = to_tile(input).index_select(dim, index)
     return from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
 
@@ -159,13 +159,14 @@ def _along_split_dim(operands: Sequence[Tensor], first: SpatialTensor, dim: int)
     """Concatenate images along a spatial dim: each rank fetches its box of every operand."""
     if list(first.spatial_dims.at).count(dim) > 1:
         return _beside_pixels(operands, first, dim)
-    dims = apart_dims(torch.cat, first)
+    dims = separate_dims_of(torch.cat, first)
     along, last = dims.index(dim), image_dims(len(dims)).at
     sizes = [x.shape[dim] for x in operands]
     output = first.spatial_layout.of_samples(1).resized(along, sum(sizes))
     starts = accumulate(sizes, initial=0)
     pieces = [
-        _within(x, first, output, start, along) for x, start in zip(operands, starts, strict=False)
+        _local_piece(x, first, output, start, along)
+        for x, start in zip(operands, starts, strict=False)
     ]
     image = torch.cat(pieces, last[along])
     return from_tile(image.movedim(last, dims), output, first.mesh, first.spatial_dims)
@@ -193,13 +194,13 @@ def _beside_pixels(operands: Sequence[Tensor], first: SpatialTensor, dim: int) -
     return from_tile(torch.cat(tiles, dim), first.spatial_layout, first.mesh, joined)
 
 
-def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: int) -> Tensor:
+def _local_piece(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: int) -> Tensor:
     """The part of `x`, which begins at `start` of the output, in this rank's output box."""
     _check_dims(x, first)
     dims, mesh = first.spatial_dims.at, first.mesh
     last = image_dims(len(dims)).at
     size = x.shape[dims[along]]
-    needed = tuple(_shifted(box, start, size, along) for box in output.boxes)
+    needed = tuple(_shift_box(box, start, size, along) for box in output.boxes)
     if isinstance(x, SpatialTensor):
         plan = plan_for(x.spatial_layout.of_samples(1).boxes, needed, mesh.part)
         return fetch(to_tile(x).movedim(dims, last), plan, mesh, name="cat")
@@ -207,7 +208,7 @@ def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: 
     return x.movedim(dims, last)[last_slices(own)]
 
 
-def _shifted(box: Box, start: int, size: int, along: int) -> Box:
+def _shift_box(box: Box, start: int, size: int, along: int) -> Box:
     low, high = (min(max(edge - start, 0), size) for edge in box.spatial[along])
     return box.but(1 + along, (low, high))
 

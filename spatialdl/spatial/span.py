@@ -44,7 +44,7 @@ class ReductionSpan:
     kept: tuple[tuple[int, Tensor, int], ...]
     comm: Communicator
 
-    def placed(self, part: Tensor, fill: float = 0.0) -> Tensor:
+    def place(self, part: Tensor, fill: float = 0.0) -> Tensor:
         """`part`, of this tile, placed in the full size of the kept dims; `fill` elsewhere."""
         for dim, positions, size in self.kept:
             shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
@@ -52,7 +52,7 @@ class ReductionSpan:
             part = full.index_copy(dim, on(positions, part.device), part)
         return part
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local(self, whole: Tensor) -> Tensor:
         """The part of `whole` (of the full size) that belongs to this tile."""
         for dim, positions, _ in self.kept:
             whole = whole.index_select(dim, on(positions, whole.device))
@@ -60,15 +60,15 @@ class ReductionSpan:
 
     def sum(self, part: Tensor, name: str) -> Tensor:
         """The sum of the parts of all ranks, in the full size; differentiable."""
-        return differentiable_sum(self.comm, self.placed(part), name)
+        return differentiable_sum(self.comm, self.place(part), name)
 
-    def own_sum(self, part: Tensor, name: str) -> Tensor:
+    def local_sum(self, part: Tensor, name: str) -> Tensor:
         """This tile's part of the sum over all ranks; not differentiable."""
-        return self.own(sum_over_ranks(self.comm, self.placed(part), name))
+        return self.local(sum_over_ranks(self.comm, self.place(part), name))
 
     def max(self, part: Tensor, lowest: float, name: str) -> Tensor:
         """The maximum over all ranks, in the full size; not differentiable."""
-        return max_over_ranks(self.comm, self.placed(part, lowest), name)
+        return max_over_ranks(self.comm, self.place(part, lowest), name)
 
 
 def names_no_dims(dim: Any) -> bool:
@@ -115,7 +115,7 @@ def positions_in(layout: Layout, dims: SpatialDims, size: int, dim: int, part: i
     if dim not in dims.at:
         return torch.arange(size)
     own = _split_positions(layout, layout.boxes[part], dims.of_pixels, dim)
-    return _with_tokens(own, dims, size, part == 0) if dims.beside else own
+    return _with_tokens(own, dims, size, part == 0) if dims.extra_tokens else own
 
 
 def positions_on(x: SpatialTensor, dim: int) -> Tensor:
@@ -151,7 +151,7 @@ def without_dims(x: SpatialTensor, tile: Tensor, removed: tuple[int, ...]) -> Sp
     """`tile` split as `x`, from which the dims `removed`, not split, were removed."""
     if not removed:
         return from_tile(tile, x.spatial_layout, x.mesh, x.spatial_dims)
-    dims = x.spatial_dims.moved(lambda old: old + sum(d > old + x.dim() for d in removed))
+    dims = x.spatial_dims.map_dims(lambda old: old + sum(d > old + x.dim() for d in removed))
     return from_tile(tile, x.spatial_layout, x.mesh, dims)
 
 
@@ -173,13 +173,13 @@ def reduction(*functions: Call) -> Callable[[Call], Call]:
 
     def register(handler: Call) -> Call:
         for function in functions:
-            register_op(function, prefix=True)(checked(function, handler))
+            register_op(function, prefix=True)(check_call(function, handler))
         return handler
 
     return register
 
 
-def checked(function: Call, handler: Call) -> Call:
+def check_call(function: Call, handler: Call) -> Call:
     """Wrap the handler of a reduction as `reduction` registers it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -195,21 +195,23 @@ def checked(function: Call, handler: Call) -> Call:
             split = [o for o in (x, *others) if isinstance(o, SpatialTensor)]
             raise refusal(function, split, "only its input may be a tensor")
         try:
-            expected = _expected(function, x.shape, x.dtype, args[1:], tuple(kwargs.items()))
+            expected = _meta_result(function, x.shape, x.dtype, args[1:], tuple(kwargs.items()))
         except TypeError:  # unhashable dims (a list), or an error of PyTorch
             expected = (
                 on_meta(function, *args, **kwargs) if args else on_meta(function, x, **kwargs)
             )
-        return _shaped(handler(function, x, *args[1:], **kwargs), expected)
+        return _restore_shape(handler(function, x, *args[1:], **kwargs), expected)
 
     return call
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _expected(function: Call, shape: torch.Size, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _meta_result(
+    function: Call, shape: torch.Size, dtype: torch.dtype, args: Any, kwargs: Any
+) -> Any:
     """The cached result of `function` for a tensor of `shape` on the meta device, which is slow."""
     like = torch.empty(shape, dtype=dtype, device="meta")
-    return _unseen(lambda: function(like, *args, **dict(kwargs)))
+    return _hide_from_planner(lambda: function(like, *args, **dict(kwargs)))
 
 
 def on_meta(function: Call, *args: Any, **kwargs: Any) -> Any:
@@ -217,10 +219,10 @@ def on_meta(function: Call, *args: Any, **kwargs: Any) -> Any:
 
     These tensors are hidden from the planner, which counts the tensors that a rank creates.
     """
-    return _unseen(lambda: function(*map(_without_data, args), **kwargs))
+    return _hide_from_planner(lambda: function(*map(_without_data, args), **kwargs))
 
 
-def _unseen(call: Callable[[], Any]) -> Any:
+def _hide_from_planner(call: Callable[[], Any]) -> Any:
     if len_torch_dispatch_stack() == 0:
         return call()
     with disable_current_modes():
@@ -236,10 +238,10 @@ def _without_data(value: Any) -> Any:
     return value
 
 
-def _shaped(result: Any, expected: Any) -> Any:
+def _restore_shape(result: Any, expected: Any) -> Any:
     """`result`, with reduced dims kept, in the shape of `expected`."""
     if isinstance(expected, Tensor):
         same = result.shape == expected.shape
         return result if same else result.reshape(expected.shape)
-    shaped = [_shaped(value, like) for value, like in zip(result, expected, strict=True)]
+    shaped = [_restore_shape(value, like) for value, like in zip(result, expected, strict=True)]
     return type(expected)(shaped)

@@ -156,12 +156,12 @@ def gather_before(model: nn.Module, name: Names) -> None:
         ValueError: no such module; the message lists similar names.
     """
     for one in module_names(name):
-        _first_called(_named(model, one)).register_forward_pre_hook(
+        _first_layer(_find_module(model, one)).register_forward_pre_hook(
             _gather, prepend=True, with_kwargs=True
         )
 
 
-def _named(model: nn.Module, name: str) -> nn.Module:
+def _find_module(model: nn.Module, name: str) -> nn.Module:
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name and name in modules:
         return modules[name]
@@ -175,7 +175,7 @@ def _named(model: nn.Module, name: str) -> nn.Module:
     )
 
 
-def _first_called(module: nn.Module) -> nn.Module:
+def _first_layer(module: nn.Module) -> nn.Module:
     """The first called module: stages of a chain call its layers, not the chain."""
     while type(module).forward is nn.Sequential.forward and len(module._modules) > 0:
         module = next(child for child in module._modules.values() if child is not None)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar
 import torch
 
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.spatial.random.composite import by_name
 from spatialdl.torch_internals import OpOverload, tree_flatten
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
@@ -70,19 +71,19 @@ def register_op(
         for function in torch_functions:
             _check_new(function, handler)
             HANDLERS[function] = (
-                handler if split is None else _checked(function, handler, tuple(split))
+                handler if split is None else _check_operands(function, handler, tuple(split))
             )
         return handler
 
     return register
 
 
-def register_refusal(advice: str, *functions: Callable[..., Any]) -> None:
+def register_refusal(advice: str, functions: Iterable[Callable[..., Any]]) -> None:
     """Refuse functions by name on split images, with this advice."""
     for function in functions:
 
         @register_op(function, prefix=True)
-        def refused(*args: Any, function: Any = function, **kwargs: Any) -> Any:
+        def refuse(*args: Any, function: Any = function, **kwargs: Any) -> Any:
             raise refusal(function, spatial_in((args, kwargs)), advice)
 
 
@@ -109,7 +110,7 @@ def any_other(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 HANDLERS[any_other] = any_other
 
 
-def _checked(
+def _check_operands(
     function: Callable[..., Any], handler: Callable[..., Any], split: tuple[str, ...]
 ) -> Callable[..., Any]:
     signature = inspect.signature(handler)
@@ -118,14 +119,14 @@ def _checked(
     plain = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     needed = sum(one.default is inspect.Parameter.empty for one in signature.parameters.values())
 
-    def bound(args: Any, kwargs: Any) -> Iterable[tuple[str, Any]]:
+    def bind(args: Any, kwargs: Any) -> Iterable[tuple[str, Any]]:
         """Arguments by name, without `Signature.bind` in the common case."""
         if plain and len(args) <= len(names):
-            by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = by_name(names, args, kwargs)
             # Equal counts: no argument was passed twice.
-            fits = len(by_name) == len(args) + len(kwargs) and by_name.keys() <= known
-            if fits and all(name in by_name for name in names[len(args) : needed]):
-                return by_name.items()
+            fits = len(given) == len(args) + len(kwargs) and given.keys() <= known
+            if fits and all(name in given for name in names[len(args) : needed]):
+                return given.items()
         try:
             return signature.bind(*args, **kwargs).arguments.items()
         except TypeError as error:
@@ -135,7 +136,7 @@ def _checked(
 
     @functools.wraps(handler)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for name, value in bound(args, kwargs):
+        for name, value in bind(args, kwargs):
             if name not in split and isinstance(value, _HOLDERS) and spatial_in(value):
                 raise refusal(function, spatial_in(value), f"its {name} cannot be a split tensor")
         return handler(*args, **kwargs)

@@ -31,17 +31,17 @@ from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout.layout import Layout
-from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import (
     SpatialDims,
-    bring_tokens,
     from_image,
     image_dims,
+    move_tokens,
     samples_of,
     to_image,
 )
-from spatialdl.spatial.random.composite import inside
+from spatialdl.spatial.gradient_checks import hook_result
+from spatialdl.spatial.random.composite import functions_of, inside
 from spatialdl.spatial.sharing import Family, check_lines, check_write, note_tile, note_view, share
 from spatialdl.spatial.table import (
     HANDLERS,
@@ -160,7 +160,7 @@ class SpatialTensor(torch.Tensor):
     any_has_prefix: ClassVar[bool] = False
     """Whether any tensor so far had tokens that belong to no pixel."""
     of_one_rank: ClassVar[Callable[[Tensor, Layout, Mesh, SpatialDims], SpatialTensor]]
-    """Creates the split tensor of a grid of one rank, see `whole`."""
+    """Creates the split tensor of a grid of one rank, see `one_rank`."""
 
     @staticmethod
     def __new__(
@@ -177,12 +177,12 @@ class SpatialTensor(torch.Tensor):
             leaf = tile.detach().requires_grad_(requires_grad)
             return SpatialTensor.of_one_rank(leaf, layout, mesh, dims)
         size = dims.sizes(tile.shape, layout.size)
-        if dims.beside:
+        if dims.extra_tokens:
             SpatialTensor.any_has_prefix = True
         wrapper: SpatialTensor = make_wrapper_subclass(
             cls,
             size,
-            strides=_strides(size, tile),
+            strides=_strides(size, tile.stride(), tile.is_contiguous()),
             dtype=tile.dtype,
             device=tile.device,
             requires_grad=requires_grad,
@@ -205,7 +205,7 @@ class SpatialTensor(torch.Tensor):
 
         On a rank without pixels one size is 0.
         """
-        tile: Tensor = watched(self, to_tile(self), compares=False)
+        tile: Tensor = hook_result(self, to_tile(self), compares=False)
         return tile
 
     def full_tensor(self) -> Tensor:
@@ -215,7 +215,9 @@ class SpatialTensor(torch.Tensor):
         """
         layout = self.spatial_layout
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), self.mesh.part)
-        whole: Tensor = watched(self, bring(self, plan, "full_tensor", whole=True))
+        whole: Tensor = hook_result(
+            self, move_pixels(self, plan, "full_tensor", gathers_tokens=True)
+        )
         return whole
 
     def describe(self) -> str:
@@ -293,7 +295,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
             _check_no_prefix(func, args, kwargs)
         args, kwargs = as_autocast(func, args, kwargs)
         result = handler(*args, **kwargs)
-        return watched((args, kwargs), result) if Agreement.any_compares else result
+        return hook_result((args, kwargs), result) if Agreement.any_compares else result
     if isinstance(func, torch.ScriptMethod):
         raise refusal(f"{func.name} of a scripted module", spatial_in((args, kwargs)), _NO_SCRIPT)
     if len(args) + len(kwargs) > 1:
@@ -308,7 +310,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _check_no_prefix(func: Any, args: Any, kwargs: Any) -> None:
     split = [x for x in spatial_in((args, kwargs)) if isinstance(x, SpatialTensor)]
-    if any(x.spatial_dims.beside for x in split):
+    if any(x.spatial_dims.extra_tokens for x in split):
         raise refusal(func, split, "class tokens are not supported; slice them off before it")
 
 
@@ -321,13 +323,9 @@ def _is_whole(tile: Tensor, mesh: Mesh) -> bool:
     return mesh.grid_comm.size == 1 and type(tile) is Tensor
 
 
-def _strides(size: tuple[int, ...], tile: Tensor) -> tuple[int, ...]:
-    """Strides of a global tensor in the memory format of its tile."""
-    return _strides_of(size, tile.stride(), tile.is_contiguous())
-
-
 @functools.lru_cache(maxsize=4096)
-def _strides_of(size: tuple[int, ...], of: tuple[int, ...], contiguous: bool) -> tuple[int, ...]:
+def _strides(size: tuple[int, ...], of: tuple[int, ...], contiguous: bool) -> tuple[int, ...]:
+    """Strides of a global tensor in the memory format of its tile, which has the strides `of`."""
     order = sorted(range(len(size)), key=lambda dim: (of[dim], -dim))
     if contiguous:
         order.sort(reverse=True)
@@ -349,7 +347,7 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
     for value in flat:
         if isinstance(value, SpatialTensor):
             check_lines(value)
-            if value is not first and not aligned(value, first):
+            if value is not first and not are_aligned(value, first):
                 raise refusal(func, [first, value], "its operands are split differently")
         elif isinstance(value, Tensor) and value.dim() > 0:
             raise refusal(func, [first], "it mixes split and whole tensors")
@@ -380,7 +378,7 @@ def _tile_of(value: Any) -> Any:
     return value._tile if isinstance(value, SpatialTensor) else value
 
 
-def aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
+def are_aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
     """Whether two tiles hold the same pixels in the same dims, counted from the end."""
     a, b = x.spatial_layout, y.spatial_layout
     same_cut = a is b or a.cuts == b.cuts
@@ -475,20 +473,20 @@ def on_layout(x: SpatialTensor, layout: Layout) -> SpatialTensor:
         return x
     layout = layout.of_samples(old.samples)
     plan = plan_for(old.boxes, layout.boxes, x.mesh.part)
-    return from_tile(bring(x, plan, "redistribute"), layout, x.mesh, x.spatial_dims)
+    return from_tile(move_pixels(x, plan, "redistribute"), layout, x.mesh, x.spatial_dims)
 
 
-def bring(x: SpatialTensor, plan: Plan, name: str, whole: bool = False) -> Tensor:
+def move_pixels(x: SpatialTensor, plan: Plan, name: str, gathers_tokens: bool = False) -> Tensor:
     """The box of `x` that this rank needs by `plan`: a plain tensor with the dims of `x`.
 
     Args:
         plan: moves pixels.
         name: the operation, for messages.
-        whole: whether every rank gets the tokens that belong to no pixel; else they stay.
+        gathers_tokens: whether every rank gets the tokens that belong to no pixel; else they stay.
     """
-    if x.spatial_dims.beside:
+    if x.spatial_dims.extra_tokens:
         extents = x.mesh.own_box(x.spatial_layout).shape[1:]
-        return bring_tokens(to_tile(x), x.spatial_dims, extents, plan, x.mesh, name, whole)
+        return move_tokens(to_tile(x), x.spatial_dims, extents, plan, x.mesh, name, gathers_tokens)
     image = repartition(image_of(x), x.mesh.grid_comm, plan, name=name)
     return from_image(image, x.spatial_dims, x._tile.shape)
 
@@ -511,16 +509,17 @@ def requires_grad_(self: SpatialTensor, requires_grad: bool = True) -> SpatialTe
 
 register_refusal(
     "use to_local() for this rank's tile or full_tensor() for the whole tensor",
-    *(Tensor.numpy, Tensor.item, Tensor.tolist, Tensor.data_ptr, Tensor.__array__),
-    *(Tensor.__dlpack__, Tensor.share_memory_, Tensor.apply_, Tensor.map_),
+    functions_of(
+        Tensor, "numpy item tolist data_ptr __array__ __dlpack__ share_memory_ apply_ map_"
+    ),
 )
 register_refusal(
     "each output may read pixels of any rank; call full_tensor() on the image, or "
     "gather_before() on the module that samples",
-    *(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d),
+    [F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d],
 )
-register_refusal("rebind the variable", Tensor.data.__set__)  # type: ignore[attr-defined]
+register_refusal("rebind the variable", [Tensor.data.__set__])  # type: ignore[attr-defined]
 register_refusal(
     "ranks would return different results; compare the results of full_tensor()",
-    *(Tensor.equal, torch.equal),
+    [Tensor.equal, torch.equal],
 )

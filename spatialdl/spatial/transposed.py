@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,16 @@ from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.layout.layout import Box, Layout, Window, by, transposed_boxes
+from spatialdl.spatial.autocast import autocast_cast
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
-from spatialdl.spatial.window import autocast_cast, check_image, per_dim
-from spatialdl.spatial.window_function import apply_to_window, per_channel, stride_for
+from spatialdl.spatial.window import WindowMove, check_image, per_dim, windows_of
+from spatialdl.spatial.window_function import (
+    Gradients,
+    Needs,
+    apply_to_window,
+    per_channel,
+    stride_for,
+)
 
 aten = torch.ops.aten
 
@@ -38,7 +45,6 @@ class TransposedConvolution:
         padding: as in PyTorch, crops outputs at both ends: those not needed by this rank.
         fit: pads as for `F.pad`, last dim first: zeros for outputs without inputs to add before and
             after, or, if negative, outputs to crop.
-        output: the size of the wanted outputs: samples, then spatial dims.
     """
 
     stride: tuple[int, ...]
@@ -46,20 +52,15 @@ class TransposedConvolution:
     groups: int
     padding: tuple[int, ...]
     fit: tuple[int, ...]
-    output: tuple[int, ...]
 
     @property
     def name(self) -> str:
         return f"conv_transpose{len(self.stride)}d"
 
-    def shape(self, weight: Tensor) -> tuple[int, ...]:
-        samples, *spatial = self.output
-        return samples, weight.shape[1] * self.groups, *spatial
-
-    def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         outside = max(self.fit) > 0  # outputs without inputs have a bias too
         y: Tensor = _FORWARD[len(self.stride)](
-            window,
+            x,
             weight,
             None if outside else bias,
             self.stride,
@@ -72,27 +73,25 @@ class TransposedConvolution:
             y = F.pad(y, self.fit)
         return y + per_channel(bias, y) if outside and bias is not None else y
 
-    def backward(
-        self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, needs: Needs) -> Gradients:
         if not any(needs):
-            return None, None
+            return None, None, None
         if any(self.fit):
             grad = F.pad(grad, tuple(-count for count in self.fit))
-        grad_window, grad_weight, _ = aten.convolution_backward(
+        grads: Gradients = aten.convolution_backward(
             grad,
-            window,
+            x,
             weight,
             None,
-            stride_for(window.shape[-1], self.stride, window),
+            stride_for(x.shape[-1], self.stride, x),
             self.padding,
             self.dilation,
             True,
             (0,) * len(self.stride),
             self.groups,
-            (*needs, False),
+            needs,
         )
-        return grad_window, grad_weight
+        return grads
 
 
 def _fit(need: tuple[int, int], output: tuple[int, int], window: Window) -> tuple[int, int, int]:
@@ -104,20 +103,14 @@ def _fit(need: tuple[int, int], output: tuple[int, int], window: Window) -> tupl
     return padding, before + padding, after + padding
 
 
-class TransposedMove(NamedTuple):
-    """The layout of the output, and the plan that fetches its inputs."""
-
-    output: Layout
-    plan: Plan
-
-
 @lru_cache(maxsize=4096)
 def transposed_move(
     layout: Layout, windows: tuple[Window, ...], size: tuple[int, ...], part: int
-) -> TransposedMove:
+) -> WindowMove:
+    """The move for a transposed convolution of an image on `layout` to an output of `size`."""
     output = layout.scaled([window.stride for window in windows], size)
     needed = transposed_boxes(layout, output, windows)
-    return TransposedMove(output, plan_for(layout.boxes, needed, part))
+    return WindowMove(output, plan_for(layout.boxes, needed, part))
 
 
 def _local(plan: Plan, own: Box, windows: tuple[Window, ...], groups: int) -> TransposedConvolution:
@@ -131,7 +124,6 @@ def _local(plan: Plan, own: Box, windows: tuple[Window, ...], groups: int) -> Tr
         groups,
         tuple(padding for padding, _, _ in fits),
         tuple(count for _, *ends in reversed(fits) for count in ends),
-        own.shape,
     )
 
 
@@ -157,15 +149,10 @@ def _check(
     if bias is not None and tuple(bias.shape) != (channels,):
         raise ValueError(f"{name}: the bias must have shape ({channels},), got {tuple(bias.shape)}")
     for window, more in zip(windows, extra, strict=True):
-        if min(window.padding, more) < 0 or min(window.stride, window.dilation) < 1:
+        if not 0 <= more < max(window.stride, window.dilation):
             raise ValueError(
-                f"{name}: stride and dilation must be at least 1, padding and output "
-                f"padding at least 0; got {windows} and output padding {extra}"
-            )
-        if more >= max(window.stride, window.dilation):
-            raise ValueError(
-                f"{name}: output padding must be smaller than stride or dilation, got "
-                f"output padding {more}, stride {window.stride}, dilation {window.dilation}"
+                f"{name}: output padding must be at least 0 and smaller than stride or dilation, "
+                f"got output padding {more}, stride {window.stride}, dilation {window.dilation}"
             )
 
 
@@ -182,8 +169,8 @@ def _register(function: Any, dims: int) -> None:
         dilation: Any = 1,
     ) -> Tensor:
         extra = per_dim(output_padding, dims)
-        values = (per_dim(value, dims) for value in (stride, padding, dilation))
-        windows = tuple(map(Window, map(int, weight.shape[2:]), *values))
+        name = f"conv_transpose{dims}d"
+        windows = windows_of(name, dims, weight.shape[2:], stride, padding, dilation)
         _check(input, weight, bias, groups, extra, windows)
         size = tuple(
             window.transposed_size(pixels, more)
@@ -191,14 +178,17 @@ def _register(function: Any, dims: int) -> None:
         )
         if min(size) < 1:
             raise ValueError(
-                f"conv_transpose{dims}d: input {tuple(input.shape)} gives an output of {by(size)} "
-                "pixels; use less padding or larger images"
+                f"{name}: input {tuple(input.shape)} gives an output of {by(size)} pixels; "
+                "use less padding or larger images"
             )
         mesh = input.mesh
         output, plan = transposed_move(input.spatial_layout, windows, size, mesh.part)
-        local = _local(plan, mesh.own_box(output), windows, groups)
+        own = mesh.own_box(output)
+        samples, *extents = own.shape
+        shape = (samples, weight.shape[1] * groups, *extents)
         tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
-        y = apply_to_window(local, tile, weight, bias, plan, mesh, local.name)
+        local = _local(plan, own, windows, groups)
+        y = apply_to_window(local, shape, tile, weight, bias, plan, mesh)
         return from_tile(y, output, mesh)
 
 

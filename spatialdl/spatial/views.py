@@ -17,7 +17,8 @@ from torch import Tensor
 
 from spatialdl.layout.layout import Bounds, Layout
 from spatialdl.spatial.dims import SpatialDims, View, regroup
-from spatialdl.spatial.reorder import reordered
+from spatialdl.spatial.random.composite import getter, numbers_of
+from spatialdl.spatial.reorder import reorder
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
@@ -25,20 +26,13 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_til
 Sizes = Sequence[int]
 
 
-def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    """The sizes of PyTorch's ``(2, 3)`` or ``((2, 3),)``."""
-    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
-        return tuple(sizes[0])
-    return sizes
-
-
 @lru_cache(maxsize=4096)
-def _aligned(bounds: Bounds, step: int) -> Bounds:
+def _round_bounds(bounds: Bounds, step: int) -> Bounds:
     """`bounds` rounded to multiples of `step`, which divides the size."""
     return tuple((2 * bound + step) // (2 * step) * step for bound in bounds)
 
 
-def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
+def view_as_shape(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
     """`x` viewed as the global `shape`.
 
     An image of one pixel that loses spatial dims becomes a plain tensor.
@@ -51,7 +45,7 @@ def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
     if prod(size) == 1 and (view is None or _loses_dims(view.dims)):
         return x.full_tensor().reshape(shape)
     if view is None:
-        moved = reordered(x, shape)
+        moved = reorder(x, shape)
         if moved is not None:
             return moved
         raise refusal(
@@ -62,10 +56,10 @@ def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
             "the next module, or spatialdl.gather_before(model, NAME)",
         )
     old, new = _layouts(x.spatial_layout, view)
-    brought = on_layout(x, old)
+    moved_x = on_layout(x, old)
     local = view.dims.of_part(x.mesh.part).sizes(shape, x.mesh.own_box(new).shape[1:])
-    result = from_tile(to_tile(brought).reshape(local), new, x.mesh, view.dims)
-    if brought is not x:
+    result = from_tile(to_tile(moved_x).reshape(local), new, x.mesh, view.dims)
+    if moved_x is not x:
         share(x, result, moved=True)
     return result
 
@@ -78,7 +72,7 @@ def _loses_dims(dims: SpatialDims) -> bool:
 @lru_cache(maxsize=4096)
 def _layouts(layout: Layout, view: View) -> tuple[Layout, Layout]:
     """The input layout that a view needs, and the layout of its result."""
-    old = tuple(map(_aligned, layout.cuts, view.steps))
+    old = tuple(map(_round_bounds, layout.cuts, view.steps))
     new = tuple(
         tuple(bound // step * factor for bound in bounds)
         for bounds, step, factor in zip(old, view.steps, view.factors, strict=True)
@@ -86,7 +80,7 @@ def _layouts(layout: Layout, view: View) -> tuple[Layout, Layout]:
     return Layout(layout.batch, old), Layout(layout.batch, new)
 
 
-def _inferred(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _infer_size(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     """`shape` with -1 replaced by the inferred size."""
     if shape.count(-1) != 1:
         return shape
@@ -108,9 +102,9 @@ def view(input: SpatialTensor, *shape: Any, dtype: Any = None) -> Tensor:
 
 @register_op(Tensor.reshape, torch.reshape, split=("input",), prefix=True)
 def reshape(input: SpatialTensor, *sizes: Any, shape: Any = ()) -> Tensor:
-    sizes = _inferred(input, _flat(sizes or (shape,)))
+    sizes = _infer_size(input, tuple(numbers_of(sizes or (shape,))))
     _check_count(input, sizes)
-    return regrouped(torch.reshape, input, sizes)
+    return view_as_shape(torch.reshape, input, sizes)
 
 
 @register_op(Tensor.view_as, Tensor.reshape_as, split=("input", "other"), prefix=True)
@@ -125,12 +119,12 @@ def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tens
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     shape = tuple(input.shape)
     merged = prod(shape[first : last + 1])
-    return regrouped(torch.flatten, input, (*shape[:first], merged, *shape[last + 1 :]))
+    return view_as_shape(torch.flatten, input, (*shape[:first], merged, *shape[last + 1 :]))
 
 
 @register_op(torch.ravel, Tensor.ravel, split=("input",), prefix=True)
 def ravel(input: SpatialTensor) -> Tensor:
-    return regrouped(torch.ravel, input, (input.numel(),))
+    return view_as_shape(torch.ravel, input, (input.numel(),))
 
 
 @register_op(torch.unflatten, Tensor.unflatten, split=("input",), prefix=True)
@@ -141,25 +135,25 @@ def unflatten(input: SpatialTensor, dim: int, sizes: Sizes) -> Tensor:
     parts = [shape[where] // max(known, 1) if size == -1 else size for size in sizes]
     new_shape = (*shape[:where], *parts, *shape[where + 1 :])
     _check_count(input, new_shape)
-    return regrouped(torch.unflatten, input, new_shape)
+    return view_as_shape(torch.unflatten, input, new_shape)
 
 
 # --- the order of the dims
 
 
-def permuted(x: SpatialTensor, order: Sizes) -> SpatialTensor:
+def permute_dims(x: SpatialTensor, order: Sizes) -> SpatialTensor:
     """`x` with its dims permuted: dim i of the result is dim ``order[i]`` of `x`."""
     count = x.dim()
     order = [dim % count for dim in order]
     if sorted(order) != list(range(count)):
         raise RuntimeError(f"permute: {list(order)} is not a permutation of {count} dims")
-    moved = x.spatial_dims.moved(lambda dim: order.index(dim + count) - count)
+    moved = x.spatial_dims.map_dims(lambda dim: order.index(dim + count) - count)
     return from_tile(to_tile(x).permute(order), x.spatial_layout, x.mesh, moved)
 
 
 @register_op(Tensor.permute, torch.permute, split=("input",), prefix=True)
 def permute(input: SpatialTensor, *order: Any, dims: Any = ()) -> Tensor:
-    return permuted(input, _flat(order or (dims,)))
+    return permute_dims(input, numbers_of(order or (dims,)))
 
 
 @register_op(
@@ -175,7 +169,7 @@ def permute(input: SpatialTensor, *order: Any, dims: Any = ()) -> Tensor:
 def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
     order = list(range(input.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return permuted(input, order)
+    return permute_dims(input, order)
 
 
 @register_op(
@@ -185,20 +179,15 @@ def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
     order = torch.movedim(
         torch.empty(tuple(range(1, input.dim() + 1)), device="meta"), source, destination
     ).shape
-    return permuted(input, [size - 1 for size in order])
+    return permute_dims(input, [size - 1 for size in order])
 
 
-def _getter(name: str) -> Any:
-    """The function that reads a property of a tensor."""
-    return getattr(Tensor, name).__get__
-
-
-@register_op(_getter("mT"), split=("input",), prefix=True)
+@register_op(getter("mT"), split=("input",), prefix=True)
 def matrix_transpose(input: SpatialTensor) -> Tensor:
     return transpose(input, -2, -1)
 
 
-@register_op(torch.adjoint, Tensor.adjoint, _getter("mH"), split=("input",), prefix=True)
+@register_op(torch.adjoint, Tensor.adjoint, getter("mH"), split=("input",), prefix=True)
 def adjoint(input: SpatialTensor) -> Tensor:
     flipped = transpose(input, -2, -1)
     return flipped.conj() if input.is_complex() else flipped
@@ -208,14 +197,14 @@ def adjoint(input: SpatialTensor) -> Tensor:
 def t(input: SpatialTensor) -> Tensor:
     if input.dim() > 2:
         raise RuntimeError(f"t() expects a tensor with at most 2 dims, got {input.dim()}")
-    return permuted(input, tuple(reversed(range(input.dim()))))
+    return permute_dims(input, tuple(reversed(range(input.dim()))))
 
 
-@register_op(_getter("T"), _getter("H"), split=("input",), prefix=True)
+@register_op(getter("T"), getter("H"), split=("input",), prefix=True)
 def reversed_dims(input: SpatialTensor) -> Tensor:
     if input.is_complex():
         raise refusal(Tensor.T, [input], "use permute() and conj()")
-    return permuted(input, tuple(reversed(range(input.dim()))))
+    return permute_dims(input, tuple(reversed(range(input.dim()))))
 
 
 # --- added, removed and expanded dims
@@ -229,11 +218,11 @@ def _without(x: SpatialTensor, gone: set[int]) -> Tensor:
     if any(dims.holds(dim, count) for dim in gone):  # one row or one column: small
         return x.full_tensor().squeeze(tuple(gone))
 
-    def shifted(old: int) -> int:  # removed dims after it no longer count
+    def shift(old: int) -> int:  # removed dims after it no longer count
         return old + sum(1 for dim in gone if dim > old + count)
 
     shape = [size for dim, size in enumerate(x._tile.shape) if dim not in gone]
-    return from_tile(to_tile(x).reshape(shape), x.spatial_layout, x.mesh, dims.moved(shifted))
+    return from_tile(to_tile(x).reshape(shape), x.spatial_layout, x.mesh, dims.map_dims(shift))
 
 
 @register_op(torch.squeeze, Tensor.squeeze, split=("input",), prefix=True)
@@ -251,7 +240,7 @@ def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
         raise IndexError(f"unsqueeze: dim {dim} is out of range for a tensor with {count} dims")
     where = dim % (count + 1)
     tile = to_tile(input).unsqueeze(where)
-    moved = input.spatial_dims.moved(lambda old: old - 1 if where > old + count else old)
+    moved = input.spatial_dims.map_dims(lambda old: old - 1 if where > old + count else old)
     return from_tile(tile, input.spatial_layout, input.mesh, moved)
 
 
@@ -265,11 +254,9 @@ def _local_sizes(func: Any, x: SpatialTensor, sizes: Sizes) -> list[int]:
     return local
 
 
-@register_op(
-    *(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to), split=("input",), prefix=True
-)
+@register_op(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, split=("input",), prefix=True)
 def expand(input: SpatialTensor, *sizes: Any, size: Any = (), implicit: bool = False) -> Tensor:
-    tile = to_tile(input).expand(_local_sizes(Tensor.expand, input, _flat(sizes or (size,))))
+    tile = to_tile(input).expand(_local_sizes(Tensor.expand, input, numbers_of(sizes or (size,))))
     return from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
 
 
@@ -278,7 +265,7 @@ def expand_as(input: Tensor, other: Tensor) -> Tensor:
     return input.expand(tuple(other.shape))
 
 
-def _repeated(func: Any, x: SpatialTensor, times: Sizes) -> Tensor:
+def _repeat_dims(func: Any, x: SpatialTensor, times: Sizes) -> Tensor:
     if any(times[dim] != 1 for dim in x.spatial_dims.at):
         raise refusal(func, [x], f"split dims cannot be repeated, got {tuple(times)}")
     return from_tile(to_tile(x).repeat(*times), x.spatial_layout, x.mesh, x.spatial_dims)
@@ -286,13 +273,13 @@ def _repeated(func: Any, x: SpatialTensor, times: Sizes) -> Tensor:
 
 @register_op(Tensor.repeat, split=("input",), prefix=True)
 def repeat(input: SpatialTensor, *repeats: Any) -> Tensor:
-    return _repeated(Tensor.repeat, input, _flat(repeats))
+    return _repeat_dims(Tensor.repeat, input, numbers_of(repeats))
 
 
 @register_op(torch.tile, Tensor.tile, split=("input",), prefix=True)
 def tile(input: SpatialTensor, *dims: Any) -> Tensor:
-    times = _flat(dims)
-    return _repeated(torch.tile, input, (1,) * (input.dim() - len(times)) + tuple(times))
+    times = numbers_of(dims)
+    return _repeat_dims(torch.tile, input, (1,) * (input.dim() - len(times)) + tuple(times))
 
 
 @register_op(torch.repeat_interleave, Tensor.repeat_interleave, split=("input",), prefix=True)

@@ -24,11 +24,10 @@ from spatialdl.spatial.tensor import SpatialTensor
 
 
 class WindowMove(NamedTuple):
-    """The output layout, the plan that fetches the inputs, and the size of the input."""
+    """The layout of the output, and the plan that fetches its inputs."""
 
     output: Layout
     plan: Plan
-    size: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -38,7 +37,47 @@ def window_move(
     """The move for windows, one per dim, over an image on `layout` to an output of `size`."""
     output = layout.strided([window.stride for window in windows], size)
     plan = plan_for(layout.boxes, needed_boxes(output, windows), part)
-    return WindowMove(output, plan, layout.size)
+    return WindowMove(output, plan)
+
+
+def windows_of(
+    name: str, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[Window, ...]:
+    """The window along each of `dims` spatial dims, from PyTorch's arguments."""
+    values = (per_dim(value, dims) for value in (kernel, stride, padding, dilation))
+    windows = tuple(map(Window, *values))
+    for window in windows:
+        if min(window.kernel, window.stride, window.dilation) < 1 or window.padding < 0:
+            raise ValueError(
+                f"{name}: kernel, stride and dilation must be at least 1, padding at least 0; got "
+                f"{window}"
+            )
+    return windows
+
+
+def plan_windows(
+    name: str,
+    x: SpatialTensor,
+    windows: tuple[Window, ...],
+    ceil_mode: bool = False,
+    size: tuple[int, ...] | None = None,
+) -> WindowMove:
+    """The move for an operation with windows on an image; checks both.
+
+    Args:
+        size: of the output, if it does not follow from the windows.
+    """
+    check_image(name, x, len(windows))
+    size = size or tuple(
+        window.output_size(pixels, ceil_mode)
+        for window, pixels in zip(windows, x.shape[2:], strict=True)
+    )
+    if min(size) < 1:
+        raise ValueError(
+            f"{name}: the window is larger than the image: input {tuple(x.shape)} gives an "
+            f"output of {by(size)} pixels; use larger images or fewer strides"
+        )
+    return window_move(x.spatial_layout, windows, size, x.mesh.part)
 
 
 def per_dim(value: Any, dims: int) -> tuple[int, ...]:
@@ -49,22 +88,6 @@ def per_dim(value: Any, dims: int) -> tuple[int, ...]:
     if len(values) not in (1, dims):
         raise ValueError(f"expected 1 or {dims} numbers, got {values}")
     return values * dims if len(values) == 1 else values
-
-
-def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Operands of a convolution or product in the dtype that autocast casts them to.
-
-    Cast before the exchange: half as many bytes are sent, and backward gets the same operands as
-    forward.
-    """
-    kind = next(x.device.type for x in tensors if x is not None)
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in tensors
-    )
 
 
 def check_image(name: str, x: SpatialTensor, dims: int) -> None:
@@ -85,15 +108,6 @@ def check_image(name: str, x: SpatialTensor, dims: int) -> None:
         raise UnsupportedSpatialOp(
             f"{name} on a split image takes {takes}, got {tuple(x.shape)} split "
             f"{x.describe()}: permute or view it so that {names} are the last dims"
-        )
-
-
-def check_output(name: str, x: SpatialTensor, size: tuple[int, ...]) -> None:
-    """Refuse a window larger than the image, as PyTorch does."""
-    if min(size) < 1:
-        raise ValueError(
-            f"{name}: the window is larger than the image: input {tuple(x.shape)} gives an "
-            f"output of {by(size)} pixels; use larger images or fewer strides"
         )
 
 

@@ -6,7 +6,7 @@ anyway, and the halo, not the copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,6 @@ from spatialdl.comm.repartition import (
     room_for_window,
     view_of,
 )
-from spatialdl.layout.layout import Box
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.window import empty_output, holds_all, read_window
 
@@ -48,46 +47,53 @@ def stride_for(columns: int, stride: tuple[int, ...], x: Tensor) -> tuple[int, .
     return stride
 
 
+Needs = tuple[bool, bool, bool]
+"""Whether the gradients of input, weight and bias are needed."""
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Those of input, weight and bias that are needed."""
+
+
 class WindowFunction(Protocol):
     """The computation of one rank; not called for empty windows or empty outputs."""
 
-    def shape(self, weight: Tensor) -> tuple[int, ...]:
-        """The shape of the outputs: samples, channels, spatial dims."""
+    @property
+    def name(self) -> str:
+        """The operation, for messages."""
         ...
 
-    def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
-    def backward(
-        self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of window and weight that are needed."""
-        ...
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, needs: Needs) -> Gradients: ...
 
 
 def apply_to_window(
     function: WindowFunction,
+    shape: tuple[int, ...],
     tile: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     plan: Plan,
     mesh: Mesh,
-    name: str,
 ) -> Tensor:
-    """The outputs of this rank, with inputs fetched by `plan`.
+    """The outputs of this rank, of `shape`, with inputs fetched by `plan`.
 
     For complex tensors the window is saved, as PyTorch composes their backward of real operations.
     """
     if tile.is_complex():
-        window = repartition(tile, mesh.grid_comm, plan, name=name)
-        return _outputs(function, window, weight, bias)
-    y: Tensor = _WindowFunction.apply(function, tile, weight, bias, plan, mesh, name)  # type: ignore[no-untyped-call]
+        window = repartition(tile, mesh.grid_comm, plan, name=function.name)
+        return _outputs(function, shape, window, weight, bias)
+    y: Tensor = _WindowFunction.apply(function, shape, tile, weight, bias, plan, mesh)  # type: ignore[no-untyped-call]
     return y
 
 
 def _outputs(
-    function: WindowFunction, window: Tensor, weight: Tensor, bias: Tensor | None
+    function: WindowFunction,
+    shape: tuple[int, ...],
+    window: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
-    shape = function.shape(weight)
     if window.numel() > 0 and 0 not in shape:
         return function.forward(window, weight, bias)
     y = empty_output(shape, window, weight).zero_()
@@ -99,45 +105,45 @@ class _WindowFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         function: WindowFunction,
+        shape: tuple[int, ...],
         tile: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         plan: Plan,
         mesh: Mesh,
-        name: str,
     ) -> Tensor:
-        window = read_window(tile, mesh, plan, name)
-        ctx.function, ctx.plan, ctx.mesh, ctx.name = function, plan, mesh, name
+        window = read_window(tile, mesh, plan, function.name)
+        ctx.function, ctx.plan, ctx.mesh = function, plan, mesh
         ctx.window_shape = window.shape
-        if ctx.needs_input_grad[2]:
-            ctx.save_for_backward(weight, tile, _arrived(window, plan))
+        if ctx.needs_input_grad[3]:
+            ctx.save_for_backward(weight, tile, _received_pixels(window, plan))
         else:
             ctx.save_for_backward(weight)
-        return _outputs(function, window, weight, bias)
+        return _outputs(function, shape, window, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
-        _, needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[2:5]
         if needs_weight:
             tile, others = inputs
-            window = _window_again(tile, others, ctx.plan)
+            window = _rebuild_window(tile, others, ctx.plan)
         else:
             window = grad.new_empty(()).expand(ctx.window_shape)  # values are not read
         if window.numel() > 0 and grad.numel() > 0:
-            needs = (needs_tile, needs_weight)
-            grad_window, grad_weight = ctx.function.backward(grad, window, weight, needs)
+            needs = (needs_tile, needs_weight, False)
+            grad_window, grad_weight, _ = ctx.function.backward(grad, window, weight, needs)
         else:
             grad_window, grad_weight = torch.zeros_like(window), torch.zeros_like(weight)
         grad_tile = None
         if needs_tile:
-            grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad_window, ctx.name)
+            grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad_window, ctx.function.name)
         grad_bias = bias_gradient(grad) if needs_bias else None
-        return None, grad_tile, grad_weight if needs_weight else None, grad_bias, None, None, None
+        return None, None, grad_tile, grad_weight if needs_weight else None, grad_bias, None, None
 
 
-def _arrived(window: Tensor, plan: Plan) -> Tensor:
+def _received_pixels(window: Tensor, plan: Plan) -> Tensor:
     """The pixels of a window received from other ranks, in one flat tensor.
 
     One tensor, so that all ranks save equally many.
@@ -146,8 +152,8 @@ def _arrived(window: Tensor, plan: Plan) -> Tensor:
     return torch.cat(pieces) if pieces else window.new_empty(0)
 
 
-def _window_again(tile: Tensor, others: Tensor, plan: Plan) -> Tensor:
-    """The window of `read_window`, rebuilt from the tile and the pixels of `_arrived`."""
+def _rebuild_window(tile: Tensor, others: Tensor, plan: Plan) -> Tensor:
+    """The window of `read_window`, rebuilt from the tile and the pixels of `_received_pixels`."""
     if holds_all(plan):
         return view_of(tile, plan.own, plan.need)
     window = room_for_window(tile, plan)
@@ -159,8 +165,7 @@ def _window_again(tile: Tensor, others: Tensor, plan: Plan) -> Tensor:
     return window
 
 
-# --- convolution of tiles without pixels or outputs, and of weights larger than a tile, for which
-# copying the tile costs less than copying kernel taps
+# --- convolutions
 
 
 aten = torch.ops.aten
@@ -168,90 +173,45 @@ aten = torch.ops.aten
 _FORWARD: dict[int, Any] = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
-def _none(like: tuple[int, ...]) -> tuple[int, ...]:
-    """Zero padding for as many dims."""
-    return (0,) * len(like)
-
-
 @dataclass(frozen=True)
 class Convolution:
-    """The parameters of a convolution that do not depend on the rank."""
+    """The `WindowFunction` of a convolution of a rank's inputs, with zeros around them."""
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    padding: tuple[int, ...]
 
     @property
     def name(self) -> str:
         return f"conv{len(self.stride)}d"
 
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]
-    ) -> Tensor:
+    @property
+    def without_padding(self) -> Convolution:
+        return replace(self, padding=(0,) * len(self.padding))
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         function = _FORWARD[len(self.stride)]
         reach = self.dilation[-1] * (weight.shape[-1] - 1) + 1
-        columns = (x.shape[-1] + 2 * padding[-1] - reach) // self.stride[-1] + 1
+        columns = (x.shape[-1] + 2 * self.padding[-1] - reach) // self.stride[-1] + 1
         stride = stride_for(columns, self.stride, x)
-        y: Tensor = function(x, weight, bias, stride, padding, self.dilation, self.groups)
+        y: Tensor = function(x, weight, bias, stride, self.padding, self.dilation, self.groups)
         return y if stride == self.stride else y[..., :1].contiguous()
 
-    def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        padding: tuple[int, ...],
-        mask: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of input, weight and bias that `mask` selects."""
-        if not any(mask):
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, needs: Needs) -> Gradients:
+        if not any(needs):
             return None, None, None
-        grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
+        grads: Gradients = aten.convolution_backward(
             grad,
             x,
             weight,
             [weight.shape[0]],
             self.stride,
-            padding,
+            self.padding,
             self.dilation,
             False,
-            _none(self.stride),
+            (0,) * len(self.stride),
             self.groups,
-            mask,
+            needs,
         )
         return grads
-
-
-@dataclass(frozen=True)
-class _WindowConvolution:
-    """The `WindowFunction` of the outputs in the box `own`."""
-
-    conv: Convolution
-    own: Box
-
-    def shape(self, weight: Tensor) -> tuple[int, ...]:
-        samples, *spatial = self.own.shape
-        return samples, weight.shape[0], *spatial
-
-    def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.conv.forward(window, weight, bias, _none(self.conv.stride))
-
-    def backward(
-        self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        padding = _none(self.conv.stride)
-        return self.conv.backward(grad, window, weight, padding, (*needs, False))[:2]
-
-
-def conv_of_window(
-    tile: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Convolution,
-    own: Box,
-    plan: Plan,
-    mesh: Mesh,
-) -> Tensor:
-    """The outputs in the box `own`, with inputs fetched by `plan`."""
-    function = _WindowConvolution(conv, own)
-    return apply_to_window(function, tile, weight, bias, plan, mesh, conv.name)

@@ -28,7 +28,7 @@ from spatialdl.comm.waiting import Timeout
 from spatialdl.comm.world import start_world
 from spatialdl.comm.world import world as all_ranks
 from spatialdl.layout.layout import image_shape
-from spatialdl.spatial.averaging import Averaging
+from spatialdl.spatial.parallel import Averaging
 from spatialdl.spatial.replicas import BatchNormOver
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.table import is_spatial, refusal

@@ -24,7 +24,6 @@ from tests.mpi.groups import ends_process_group, over_gloo, over_mpi4py  # noqa:
 
 torch.set_num_threads(1)
 torch.manual_seed(0)  # modules that tests make when they are imported are the same on all ranks
-check.enable()
 TRANSPORT = os.environ.get("SPATIALDL_TRANSPORT", "mpi")
 WORLD = start_world(TRANSPORT)
 DEVICE, LACKING = put_on(WORLD), lacking(WORLD)
@@ -46,8 +45,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if LACKING:
         pytest.skip(LACKING)
-    if item.path.parent.name == "comm":  # a training run before may have switched it off
-        check.enable()
+    # ranks compare their calls, except where operations run as users run them: half the messages
+    operations = item.path.parent.name in ("channels", "spatial") and MPI.COMM_WORLD.size > 2
+    check.enable(not operations or item.path.name == "test_op_db.py")
     wanted = item.get_closest_marker("world")
     if wanted is not None and MPI.COMM_WORLD.size not in wanted.args:
         sizes = " or ".join(map(str, wanted.args))

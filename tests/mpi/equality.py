@@ -10,7 +10,6 @@ from functools import cache
 from itertools import count, product
 from math import prod
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import pytest
 import torch
@@ -106,13 +105,14 @@ def several_ranks(meshes: dict[tuple[int, int], Mesh]) -> list[Mesh]:
     return [mesh for mesh in meshes.values() if mesh.size > 1]
 
 
-def mean_over_ranks(grad: Tensor, mesh: Mesh) -> Tensor:
-    parameter = nn.Parameter(torch.zeros_like(grad))
-    parameter.grad = grad.clone()
+def mean_over_ranks(grads: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     holder = nn.Module()
-    holder.parameter = parameter
+    for number, grad in enumerate(grads):
+        parameter = nn.Parameter(torch.zeros_like(grad))
+        parameter.grad = grad.clone()
+        holder.register_parameter(f"of_{number}", parameter)
     average_gradients(holder, mesh)
-    return parameter.grad
+    return [parameter.grad for parameter in holder.parameters()]
 
 
 def close(ours: Tensor, plain: Tensor, what: str) -> None:
@@ -122,9 +122,13 @@ def close(ours: Tensor, plain: Tensor, what: str) -> None:
 
 
 def check(
-    operation: Operation, image: Tensor, parameters: Sequence[Tensor], mesh: Mesh, what: str
+    operation: Operation,
+    image: Tensor,
+    parameters: Sequence[Tensor],
+    meshes: Mesh | dict[tuple[int, ...], Mesh],
+    what: str,
 ) -> None:
-    """Value, gradient of the image and averaged gradients of the parameters."""
+    """Value, gradient of the image and averaged gradients of the parameters, on each mesh."""
     leaves = [image, *parameters]
     plain_leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     plain = operation(*plain_leaves)
@@ -133,25 +137,19 @@ def check(
     )
     expected = torch.autograd.grad((plain * upstream).sum(), plain_leaves)
 
-    our_leaves = [leaf.to(DEVICE, copy=True).requires_grad_() for leaf in leaves]
-    with CarriedOver() if DEVICE.type != "cpu" else nullcontext():
-        ours = operation(shard(our_leaves[0], mesh), *our_leaves[1:])
-    assert ours.shape == plain.shape
-    is_split = isinstance(ours, SpatialTensor)
-    close(ours.full_tensor() if is_split else ours, plain, f"{what}: value ")
-    loss = (ours * upstream.to(DEVICE)).sum()
-    grads = torch.autograd.grad(loss, our_leaves)
-    close(grads[0], expected[0], f"{what}: gradient of the image ")
-    for number, (grad, wanted) in enumerate(zip(grads[1:], expected[1:], strict=True)):
-        close(mean_over_ranks(grad, mesh), wanted, f"{what}: gradient of parameter {number} ")
-
-
-def check_in(dims: int, operation: Operation, what: str, *parameters: Tensor) -> None:
-    """`check` on grids of signals or volumes of so many dims, of any size, with 4 channels."""
-    rng = random.Random(crc32(what.encode()))
-    image = parameter(rng, 2, 4, *(rng.randint(6, 9) for _ in range(dims)))
-    for mesh in some_meshes(dims).values():
-        check(operation, image, parameters, mesh, f"{what} of {tuple(image.shape)} on {mesh.grid}")
+    for mesh in [meshes] if isinstance(meshes, Mesh) else meshes.values():
+        where = f"{what} on {mesh.grid}: "
+        our_leaves = [leaf.to(DEVICE, copy=True).requires_grad_() for leaf in leaves]
+        with CarriedOver() if DEVICE.type != "cpu" else nullcontext():
+            ours = operation(shard(our_leaves[0], mesh), *our_leaves[1:])
+        assert ours.shape == plain.shape, where
+        is_split = isinstance(ours, SpatialTensor)
+        close(ours.full_tensor() if is_split else ours, plain, f"{where}value ")
+        grads = torch.autograd.grad((ours * upstream.to(DEVICE)).sum(), our_leaves)
+        close(grads[0], expected[0], f"{where}gradient of the image ")
+        means = mean_over_ranks(grads[1:], mesh) if parameters else ()
+        for number, (grad, wanted) in enumerate(zip(means, expected[1:], strict=True)):
+            close(grad, wanted, f"{where}gradient of parameter {number} ")
 
 
 def same(operation: Callable[[Tensor], Tensor], whole: Tensor, meshes: dict, what: str) -> None:
@@ -228,8 +226,7 @@ def check_keyed(
         with keyed(1, 2):
             return operation(*inputs)
 
-    for mesh in meshes.values():
-        check(run, drawn(9, *size), values, mesh, f"{name} on {mesh.grid} ")
+    check(run, drawn(9, *size), values, meshes, name)
 
 
 def seeds(sample: int, proof: int) -> list[object]:

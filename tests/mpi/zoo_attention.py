@@ -174,25 +174,22 @@ class Outlook(nn.Module):
 class Covariance(nn.Module):
     """Channels attend to channels; their products are sums over all tokens."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.fused = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), fused
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.transpose(-2, -1) for each in heads_of(self.qkv(x), 3))
         q, k = F.normalize(q, dim=-1) * self.temperature, F.normalize(k, dim=-1)
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, scale=1.0)
-        else:
-            y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
         return self.out(y.permute(0, 3, 1, 2).flatten(2))
 
 
 class CovarianceLayer(nn.Module):
-    def __init__(self, fused: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm = Layer(Covariance(fused)), nn.LayerNorm(WIDTH)
+        self.layer, self.norm = Layer(Covariance()), nn.LayerNorm(WIDTH)
         self.convolutions = nn.Sequential(
             nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH),
             nn.GELU(),
@@ -272,7 +269,6 @@ ATTENTION: dict[str, Entry] = {
     "class attention, talking heads": Entry(
         lambda: ClassTransformer([Layer(TalkingHeads())], fused=False), TOKENS_7X5
     ),
-    "class attention, fused": Entry(lambda: ClassTransformer([Layer(SelfAttention())]), TOKENS_7X5),
     "outlooks": Entry(
         lambda: ClassTransformer([Layer(Outlook(1)), Layer(SelfAttention())], maps=True), TOKENS_7X5
     ),
@@ -280,9 +276,8 @@ ATTENTION: dict[str, Entry] = {
         lambda: ClassTransformer([Layer(Outlook(2))], apart=False, maps=True), TOKENS_7X5
     ),
     "cross-covariance": Entry(
-        lambda: ClassTransformer([CovarianceLayer(False)], apart=False), TOKENS_7X5
+        lambda: ClassTransformer([CovarianceLayer()], apart=False), TOKENS_7X5
     ),
-    "cross-covariance, fused": Entry(lambda: ClassTransformer([CovarianceLayer(True)]), TOKENS_7X5),
     "two branches": Entry(partial(TwoBranches, (42, 30)), (42, 30)),
 }
 

@@ -44,35 +44,32 @@ def windows_back(x: Tensor, window: int, size: tuple[int, int]) -> Tensor:
 class GlobalQueries(nn.Module):
     """Windows whose queries are those of one small map of the whole image."""
 
-    def __init__(self, window: int, fused: bool) -> None:
+    def __init__(self, window: int) -> None:
         super().__init__()
         self.kv, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.bias = nn.Parameter(torch.randn(HEADS, window**2, window**2))
-        self.window, self.fused = window, fused
+        self.window = window
 
     def forward(self, x: Tensor, queries: Tensor) -> Tensor:
         windows = windows_of(x, self.window)
         k, v = heads_of(self.kv(windows), 2)
         q = queries.repeat_interleave(len(windows) // len(queries), dim=0)
         (q,) = heads_of(q.reshape(*windows.shape), 1)
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, self.bias)
-        else:
-            y = (q @ k.transpose(-2, -1) + self.bias).softmax(-1) @ v
+        y = (q @ k.transpose(-2, -1) + self.bias).softmax(-1) @ v
         return windows_back(self.out(joined(y)), self.window, tuple(x.shape[1:3]))
 
 
 class GlobalWindows(nn.Module):
     """Pooled down to one window, a map gives the queries of all windows."""
 
-    def __init__(self, fused: bool, window: int = 3, halvings: int = 2) -> None:
+    def __init__(self, window: int = 3, halvings: int = 2) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 4, 4)
         pools = (
             [nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.MaxPool2d(3, 2, 1)] for _ in range(halvings)
         )
         self.down = nn.Sequential(*(layer for pool in pools for layer in pool))
-        self.layers = nn.ModuleList(Layer(GlobalQueries(window, fused)) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(GlobalQueries(window)) for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,9 +151,9 @@ class PooledWindows(nn.Module):
 class MaskUnits(nn.Module):
     """Tokens in an order in which mask units, and what is pooled, are far apart."""
 
-    def __init__(self, size: tuple[int, int], fused: bool, depth: int = 2) -> None:
+    def __init__(self, size: tuple[int, int], depth: int = 2) -> None:
         super().__init__()
-        self.patches, self.size, self.fused, self.depth = Patches(), size, fused, depth
+        self.patches, self.size, self.depth = Patches(), size, depth
         self.positions = nn.Parameter(torch.randn(1, prod(size), WIDTH))
         self.qkvs = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(depth + 1))
         self.skips = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
@@ -170,7 +167,7 @@ class MaskUnits(nn.Module):
             x = skip(y).view(len(x), 4, -1, WIDTH).amax(1)
             x = x + self.unit_attention(self.qkvs[number](y), 4 ** (self.depth - 1 - number))
         y = self.qkvs[-1](self.norm(x))
-        x = x + joined(attended(*heads_of(y, 3), self.fused))
+        x = x + joined(attended(*heads_of(y, 3), fused=False))
         return self.head(x.mean(1))
 
     def unrolled(self, x: Tensor) -> Tensor:
@@ -188,7 +185,7 @@ class MaskUnits(nn.Module):
         qkv = qkv.reshape(samples, -1, units, 3, HEADS, WIDTH // HEADS)
         q, k, v = qkv.permute(3, 0, 4, 2, 1, 5).unbind(0)
         q = q.view(samples, HEADS, units, 4, -1, WIDTH // HEADS).amax(3)
-        return attended(q, k, v, self.fused).transpose(1, 3).reshape(samples, -1, WIDTH)
+        return attended(q, k, v, fused=False).transpose(1, 3).reshape(samples, -1, WIDTH)
 
 
 class Maps(nn.Module):
@@ -221,9 +218,8 @@ class Neighbourhood(nn.Module):
     """Each token attends to the K x K tokens nearest to it.
 
     Args:
-        how: the keys of a window are found: by `F.unfold` ("unfold"), by `Tensor.unfold`
-            ("views"), by slices ("slices"), by computed indices ("indices"), or by `F.unfold` of
-            zeros around the image, which are masked ("masked").
+        how: the keys of a window are found: by `F.unfold` ("unfold"), by computed indices
+            ("indices"), or by `F.unfold` of zeros around the image, which are masked ("masked").
     """
 
     def __init__(self, how: str, kernel: int = 3) -> None:
@@ -257,15 +253,7 @@ class Neighbourhood(nn.Module):
             )
         if self.how == "masked":
             return F.unfold(flat, kernel, padding=side).reshape(*shape, height, width)
-        if self.how == "unfold":
-            return replicated(F.unfold(flat, kernel).reshape(*shape, *inner), side)
-        if self.how == "views":
-            windows = x.unfold(3, kernel, 1).unfold(4, kernel, 1)
-            windows = windows.permute(0, 1, 2, 5, 6, 3, 4).flatten(3, 4)
-            return replicated(windows, side)
-        places = [(i, j) for i in range(kernel) for j in range(kernel)]
-        shifted = [x[..., i : i + inner[0], j : j + inner[1]] for i, j in places]
-        return replicated(torch.stack(shifted, 3), side)
+        return replicated(F.unfold(flat, kernel).reshape(*shape, *inner), side)
 
     def near(self, size: int) -> Tensor:
         """For each place the indices of its window."""
@@ -281,18 +269,11 @@ def _maps(*attention: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 WINDOWS: dict[str, Entry] = {
-    "global queries": Entry(partial(GlobalWindows, False), _WINDOWS),
-    "global queries, fused": Entry(partial(GlobalWindows, True), _WINDOWS),
+    "global queries": Entry(GlobalWindows, _WINDOWS),
     "windows and grid": Entry(
         _maps(partial(WindowAttention, 3), partial(GridAttention, 3, True)), _WINDOWS
     ),
     "grid, channels first": Entry(_maps(partial(GridAttentionFirst, 4, False)), _WINDOWS),
-    "pooled windows": Entry(
-        _maps(
-            partial(WindowAttention, 3), partial(PooledWindows, 4, nn.MaxPool2d(2, 2), fused=True)
-        ),
-        _WINDOWS,
-    ),
     "pooled windows, padded": Entry(
         _maps(
             partial(PooledWindows, 4, nn.MaxPool2d(2, 2), fused=False),
@@ -300,11 +281,10 @@ WINDOWS: dict[str, Entry] = {
         ),
         (40, 44),  # 10 x 11 tokens, then 5 x 5
     ),
-    "mask units": Entry(partial(MaskUnits, (12, 20), True), (48, 80)),
-    "mask units, spelled out": Entry(partial(MaskUnits, (12, 20), False), (48, 80)),
+    "mask units": Entry(partial(MaskUnits, (12, 20)), (48, 80)),
     **{
         f"neighbourhoods by {how}": Entry(_maps(partial(Neighbourhood, how)), TOKENS_7X5)
-        for how in ("unfold", "views", "slices", "indices", "masked")
+        for how in ("unfold", "indices", "masked")
     },
     "dilated neighbourhoods": Entry(
         _maps(partial(GridAttention, 4, False), partial(Neighbourhood, "unfold", 5)), _WINDOWS

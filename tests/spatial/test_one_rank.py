@@ -94,6 +94,13 @@ def test_a_plain_tensor_that_is_handed_on_stays_plain(one: Mesh) -> None:
     assert type(base) is Tensor
 
 
+def test_tokens_are_pooled_to_one(one: Mesh) -> None:
+    """Once the image of the tokens was passed to PyTorch's pool of signals, which refused it."""
+    for pool in (F.adaptive_avg_pool1d, F.adaptive_max_pool1d):
+        pooled = pool(shard(image(), one).flatten(2), 1)
+        torch.testing.assert_close(pooled, pool(image().flatten(2), 1))
+
+
 def test_dims_do_not_change_in_place(one: Mesh) -> None:
     for change in (lambda x: x.transpose_(1, 3), lambda x: x.unsqueeze_(0), lambda x: x.t_()):
         with pytest.raises(UnsupportedSpatialOp, match="in place"):

@@ -17,9 +17,10 @@ from spatialdl.spatial.channels.tensor import (
     is_divided,
     pointwise,
 )
+from spatialdl.spatial.random.composite import argument, functions_of, numbers_of
 from spatialdl.spatial.random.generator import TensorRegion
 from spatialdl.spatial.random.plain import Drawing, dropouts
-from spatialdl.spatial.random.streams import next_key, whole
+from spatialdl.spatial.random.streams import full_region, next_key
 from spatialdl.spatial.span import without_dims
 from spatialdl.spatial.tensor import SpatialTensor, to_tile
 
@@ -79,9 +80,8 @@ def to(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 for _function in (
-    *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
-    *(Tensor.clone, torch.clone, Tensor.detach, torch.detach, Tensor.cpu, Tensor.cuda),
-    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+    *functions_of(Tensor, "float double half bfloat16 clone detach cpu cuda"),
+    *functions_of(torch, "clone detach zeros_like ones_like full_like empty_like"),
 ):
     _unchanged(_function)
 
@@ -115,7 +115,7 @@ def _along(function: Any, place: int = 0) -> None:
 
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
-        dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
+        dims = argument("dim", place, args, kwargs, kwargs.get("dims"))
         axes = (dims,) if isinstance(dims, int) else dims
         if isinstance(dims, bool) or not isinstance(axes, tuple | list):
             return NotImplemented
@@ -142,7 +142,7 @@ _along(torch.linalg.vector_norm, place=1)
 
 @divided_op(Tensor.flip)
 def flip(input: ChannelTensor, *dims: Any) -> Any:
-    return torch.flip(input, tuple(dims[0] if dims and isinstance(dims[0], Sequence) else dims))
+    return torch.flip(input, tuple(numbers_of(dims)))
 
 
 # --- random numbers
@@ -151,7 +151,7 @@ def flip(input: ChannelTensor, *dims: Any) -> Any:
 def _region(x: ChannelTensor) -> TensorRegion:
     """The region of the whole tensor that a rank's channels cover."""
     inner = x.part
-    region = region_of(inner) if isinstance(inner, SpatialTensor) else whole(inner.shape)
+    region = region_of(inner) if isinstance(inner, SpatialTensor) else full_region(inner.shape)
     positions = list(region.positions)
     held = x.partition.held(x.comm.rank)
     positions[x.at] = torch.cat([torch.arange(start, stop) for start, stop in held])

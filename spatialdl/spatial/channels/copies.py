@@ -30,18 +30,18 @@ class CopiedView(Tensor):
             return composite(*args, **kwargs)
         if isinstance(target_of(func, args, kwargs), CopiedView):
             raise refusal(func, "it would modify a copy; use a call that returns a new tensor")
-        plain = tree_map(_unguarded, (args, kwargs))
-        return guarded(func(*plain[0], **plain[1]), args, plain[0])
+        plain = tree_map(_remove_guard, (args, kwargs))
+        return guard_views(func(*plain[0], **plain[1]), args, plain[0])
 
 
-def _unguarded(x: Any) -> Any:
+def _remove_guard(x: Any) -> Any:
     if isinstance(x, CopiedView):
         with DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor)
     return x
 
 
-def guarded(result: Any, args: Any, copies: Any) -> Any:
+def guard_views(result: Any, args: Any, copies: Any) -> Any:
     """Guard the results that are views of copies against writes.
 
     Args:

@@ -19,18 +19,20 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.layout.partition import Partition
-from spatialdl.spatial.channels.moves import all_gather, own_part, summed, summed_and_divided
+from spatialdl.spatial.autocast import in_float32
+from spatialdl.spatial.channels.moves import all_gather, local_part, sum_and_divide, sum_parts
 from spatialdl.spatial.channels.tensor import (
     ChannelTensor,
+    all_channels,
+    all_channels_for_parts,
     channel_op,
     divided_op,
     is_divided,
+    local_channels,
     on_tile,
-    part_of,
-    whole_for_parts,
-    whole_of,
 )
-from spatialdl.spatial.moments import standardised
+from spatialdl.spatial.layer_norm import standardize_over
+from spatialdl.spatial.random.composite import by_name
 from spatialdl.spatial.span import ReductionSpan, on_meta
 
 
@@ -80,7 +82,9 @@ class Layer:
             return self._by_outputs(of_outputs)
         if of_inputs is not None:
             return self._by_inputs(of_inputs)
-        return self._local(whole_of(self._x), whole_of(self._weight), whole_of(self._bias))
+        return self._local(
+            all_channels(self._x), all_channels(self._weight), all_channels(self._bias)
+        )
 
     def _choice(self) -> tuple[Partition | None, Partition | None]:
         """The partition by outputs or by inputs that sends less, for an undecided weight."""
@@ -108,31 +112,31 @@ class Layer:
         return (None, by_inputs) if is_larger else (by_outputs, None)
 
     def _by_outputs(self, partition: Partition) -> Tensor:
-        x = whole_for_parts(self._x, self._comm)
-        weight = part_of(self._weight, self._out, partition, self._comm)
+        x = all_channels_for_parts(self._x, self._comm)
+        weight = local_channels(self._weight, self._out, partition, self._comm)
         bias = self._bias
         if bias is not None:
-            bias = part_of(bias, 0, partition, self._comm)
+            bias = local_channels(bias, 0, partition, self._comm)
         result = ChannelTensor(self._local(x, weight, bias), self._at, partition, self._comm)
         result.origin = self._weight if isinstance(self._weight, ChannelTensor) else None
         return result
 
     def _by_inputs(self, partition: Partition) -> Tensor:
-        x = part_of(self._x, self._at, partition, self._comm)
-        weight = part_of(self._weight, self._into, partition, self._comm)
+        x = local_channels(self._x, self._at, partition, self._comm)
+        weight = local_channels(self._weight, self._into, partition, self._comm)
         parts = self._local(x, weight, None)
         outputs, comm, bias = self._weight.shape[self._out], self._comm, self._bias
         shape = [1] * parts.dim()
         shape[self._at] = -1
         if outputs < comm.size:
-            whole = on_tile(lambda tile: summed(tile, comm), parts)
+            whole = on_tile(lambda tile: sum_parts(tile, comm), parts)
             if bias is not None:
-                whole = whole + whole_of(bias).view(shape).to(whole.dtype)
+                whole = whole + all_channels(bias).view(shape).to(whole.dtype)
             return whole.to(parts.dtype)  # rounded once, as by one kernel
         own = Partition.even(outputs, comm.size)
-        result = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
+        result = on_tile(lambda tile: sum_and_divide(tile, self._at, own, comm), parts)
         if bias is not None:
-            result = result + part_of(bias, 0, own, comm).view(shape).to(result.dtype)
+            result = result + local_channels(bias, 0, own, comm).view(shape).to(result.dtype)
         return ChannelTensor(result.to(parts.dtype), self._at, own, comm)
 
 
@@ -153,9 +157,9 @@ def _by_groups(
     of_weight = Partition.even(weight.shape[0], comm.size, weight.shape[0] // groups)
     held = of_inputs.size_of(comm.rank) * groups // x.shape[1]
     result = local(
-        part_of(x, 1, of_inputs, comm),
-        part_of(weight, 0, of_weight, comm),
-        None if bias is None else part_of(bias, 0, of_outputs, comm),
+        local_channels(x, 1, of_inputs, comm),
+        local_channels(weight, 0, of_weight, comm),
+        None if bias is None else local_channels(bias, 0, of_outputs, comm),
         held,
     )
     return ChannelTensor(result, 1, of_outputs, comm)
@@ -173,7 +177,7 @@ def _register_conv(function: Any, out: int, names: str) -> None:
     def conv(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+        given = by_name(names.split(), args, kwargs)
         groups = given.pop("groups", 1)
 
         def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
@@ -221,7 +225,7 @@ def embedding(
         own = Partition.even(channels, comm.size)
     if own is None:
         return NotImplemented
-    part = part_of(weight, 1, own, comm)
+    part = local_channels(weight, 1, own, comm)
     output = F.embedding(input, part, padding_idx, None, norm_type, scale_grad_by_freq)
     result = ChannelTensor(output, input.dim(), own, comm)
     result.origin = weight
@@ -240,7 +244,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     state = (running_mean, running_var, weight, bias)
-    return _normed(F.batch_norm, input, state, training, momentum, eps)
+    return _normalize(F.batch_norm, input, state, training, momentum, eps)
 
 
 @channel_op(F.instance_norm)
@@ -255,10 +259,10 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     state = (running_mean, running_var, weight, bias)
-    return _normed(F.instance_norm, input, state, use_input_stats, momentum, eps)
+    return _normalize(F.instance_norm, input, state, use_input_stats, momentum, eps)
 
 
-def _normed(
+def _normalize(
     function: Any,
     input: Tensor,
     state: Sequence[Tensor | None],
@@ -271,11 +275,11 @@ def _normed(
     partition = None
     if is_divided(input) and input.at == 1:
         partition = input.partition
-        own = _own_of(state, partition, comm)
+        own = _local_state(state, partition, comm)
         result: Tensor = input.like(function(input.part, *own, updates, momentum, eps))
     else:
-        own = [whole_of(one) for one in state]
-        result = function(whole_of(input), *own, updates, momentum, eps)
+        own = [all_channels(one) for one in state]
+        result = function(all_channels(input), *own, updates, momentum, eps)
     for buffer, used in zip(state[:2], own[:2], strict=True):
         if updates and buffer is not None and used is not None:
             _write_back(buffer, used, partition, comm)
@@ -292,7 +296,7 @@ def _write_back(
         return
     whole = used if partition is None else all_gather(used, 0, partition, comm)
     if is_divided(buffer):
-        whole = own_part(whole, buffer.at, buffer.partition, comm.rank)
+        whole = local_part(whole, buffer.at, buffer.partition, comm.rank)
     held.copy_(whole)
 
 
@@ -301,15 +305,17 @@ def prelu(input: ChannelTensor, weight: Tensor) -> Any:
     if input.at != 1:
         return NotImplemented
     if weight.numel() == 1:
-        return input.like(torch.prelu(input.part, whole_for_parts(weight, input.comm)))
-    return input.like(torch.prelu(input.part, part_of(weight, 0, input.partition, input.comm)))
+        return input.like(torch.prelu(input.part, all_channels_for_parts(weight, input.comm)))
+    return input.like(
+        torch.prelu(input.part, local_channels(weight, 0, input.partition, input.comm))
+    )
 
 
-def _own_of(
+def _local_state(
     state: Sequence[Tensor | None], partition: Partition, comm: Communicator
 ) -> list[Tensor | None]:
     """This rank's channels of 1D weights and buffers."""
-    return [None if one is None else part_of(one, 0, partition, comm) for one in state]
+    return [None if one is None else local_channels(one, 0, partition, comm) for one in state]
 
 
 @divided_op(F.layer_norm)
@@ -324,14 +330,14 @@ def layer_norm(
     if len(normalized_shape) > 1 or input.at < input.dim() - 1:
         return NotImplemented
     span = ReductionSpan((input.at,), input.shape[input.at], True, (), input.comm)
-    weight, bias = _own_of((weight, bias), input.partition, input.comm)
+    weight, bias = _local_state((weight, bias), input.partition, input.comm)
 
-    def normalised(tile: Tensor) -> Tensor:
-        y = standardised(tile, span, eps)
+    def normalize(tile: Tensor) -> Tensor:
+        y = standardize_over(in_float32(tile), span, eps)
         y = y if weight is None else y * weight.to(y.dtype)
         return y if bias is None else y + bias.to(y.dtype)
 
-    return input.like(on_tile(normalised, input.part))
+    return input.like(on_tile(normalize, input.part))
 
 
 @divided_op(F.group_norm, torch.group_norm)
@@ -353,6 +359,6 @@ def group_norm(
     if min(held) == 0 or any(cut % size for cut in cuts):
         input.request(unit=size)
         return NotImplemented
-    weight, bias = _own_of((weight, bias), partition, input.comm)
+    weight, bias = _local_state((weight, bias), partition, input.comm)
     groups = held[input.comm.rank] // size
     return input.like(F.group_norm(input.part, groups, weight, bias, eps))

@@ -37,7 +37,7 @@ def _plan(before: int, bounds: Bounds, after: int, rank: int) -> Plan:
     return Plan(owned, [whole] * len(owned), rank)
 
 
-def _folded(x: Tensor, dim: int) -> Tensor:
+def _fold(x: Tensor, dim: int) -> Tensor:
     """``x`` as (before, channels, after), in logical order; a view if possible.
 
     The order is the same for channels-last tensors, because a rank with a single channel cannot
@@ -46,13 +46,13 @@ def _folded(x: Tensor, dim: int) -> Tensor:
     return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
 
 
-def _sized(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer with `size` channels in the memory format of `x`, to be used with `_folded`."""
+def _empty_sized(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A buffer with `size` channels in the memory format of `x`, to be used with `_fold`."""
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     return empty_for(x, shape, dtype) if dim == 1 else x.new_empty(shape, dtype=dtype)
 
 
-def own_part(whole: Tensor, dim: int, partition: Partition, rank: int) -> Tensor:
+def local_part(whole: Tensor, dim: int, partition: Partition, rank: int) -> Tensor:
     """The part of a whole tensor that belongs to a rank; a view if it is one piece."""
     parts = [whole.narrow(dim, start, stop - start) for start, stop in partition.held(rank)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -63,8 +63,8 @@ def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator)
     sizes = [bounds[comm.rank + 1] - bounds[comm.rank] for bounds in partition.pieces]
     wholes = []
     for bounds, piece in zip(partition.pieces, torch.split(part, sizes, dim), strict=True):
-        own, whole = _folded(piece, dim), _sized(piece, dim, bounds[-1])
-        plan, out = _plan(own.shape[0], bounds, own.shape[2], comm.rank), _folded(whole, dim)
+        own, whole = _fold(piece, dim), _empty_sized(piece, dim, bounds[-1])
+        plan, out = _plan(own.shape[0], bounds, own.shape[2], comm.rank), _fold(whole, dim)
         held, window = [BoxedTensor(own, plan.own)], [BoxedTensor(out, plan.need)]
         exchange = start_exchange(comm, Exchange(plan, held, window, own.device), NAME)
         copy_kept(own, out, plan)
@@ -79,10 +79,10 @@ def reduce_scatter(whole: Tensor, dim: int, partition: Partition, comm: Communic
     dtype = torch.float32 if whole.dtype in HALF else None
     for bounds in partition.pieces:
         piece = whole.narrow(dim, start, bounds[-1])
-        folded = _folded(piece, dim)
+        folded = _fold(piece, dim)
         plan = _plan(folded.shape[0], bounds, folded.shape[2], comm.rank)
         total = move_back(comm, plan, folded, NAME, dtype)
-        part = _sized(piece, dim, total.shape[1], dtype)
+        part = _empty_sized(piece, dim, total.shape[1], dtype)
         parts.append(part.copy_(total.view(part.shape)))
         start += bounds[-1]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -101,7 +101,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dim, partition, comm = ctx.options
-        back = own_part(grad, dim, partition, comm.rank) if ctx.alike else None
+        back = local_part(grad, dim, partition, comm.rank) if ctx.alike else None
         if back is None:
             back = reduce_scatter(grad, dim, partition, comm).to(grad.dtype)
         return back, None, None, None, None
@@ -116,7 +116,7 @@ class _Scatter(torch.autograd.Function):
         ctx.dtype = whole.dtype
         if summed:
             return reduce_scatter(whole, dim, partition, comm)
-        return own_part(whole, dim, partition, comm.rank).clone()
+        return local_part(whole, dim, partition, comm.rank).clone()
 
     @staticmethod
     @once_differentiable
@@ -150,9 +150,7 @@ class _Reduce(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def gathered(
-    part: Tensor, dim: int, partition: Partition, comm: Communicator, alike: bool
-) -> Tensor:
+def gather(part: Tensor, dim: int, partition: Partition, comm: Communicator, alike: bool) -> Tensor:
     """All channels on every rank; differentiable.
 
     Args:
@@ -162,25 +160,25 @@ def gathered(
     return whole
 
 
-def divided(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
+def take_channels(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
     """This rank's channels of a replicated tensor; differentiable."""
     part: Tensor = _Scatter.apply(whole, dim, partition, comm, False)  # type: ignore[no-untyped-call]
     return part
 
 
-def summed_and_divided(part: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
+def sum_and_divide(part: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
     """This rank's channels of the sum over ranks; float32 for half precision; differentiable."""
     own: Tensor = _Scatter.apply(part, dim, partition, comm, True)  # type: ignore[no-untyped-call]
     return own
 
 
-def replicated(whole: Tensor, comm: Communicator) -> Tensor:
+def replicate(whole: Tensor, comm: Communicator) -> Tensor:
     """A replicated tensor from which each rank computes a part; backward sums the gradients."""
     same: Tensor = _Replicate.apply(whole, comm) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
     return same
 
 
-def summed(part: Tensor, comm: Communicator) -> Tensor:
+def sum_parts(part: Tensor, comm: Communicator) -> Tensor:
     """The sum over ranks, on every rank; float32 for half precision; differentiable."""
     total: Tensor = _Reduce.apply(part, comm)  # type: ignore[no-untyped-call]
     return total

@@ -13,11 +13,12 @@ from torch import Tensor
 from spatialdl.spatial.channels.layers import Layer
 from spatialdl.spatial.channels.tensor import (
     ChannelTensor,
+    all_channels_for_parts,
     channel_op,
     is_divided,
-    part_of,
-    whole_for_parts,
+    local_channels,
 )
+from spatialdl.spatial.matmul import parse_equation
 from spatialdl.spatial.random.plain import attention as spelled_out
 from spatialdl.spatial.random.plain import check_probability
 
@@ -27,26 +28,16 @@ def einsum(equation: str, *operands: Any) -> Any:
     """Einsum of each rank's part if the result has the divided dim; else of all channels."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
-    letters, result = _letters(equation, operands)
-    if not letters:
+    if not isinstance(equation, str):
+        return NotImplemented
+    letters, result = parse_equation(equation, operands)
+    if any(len({*names}) < len(names) for names in letters):  # diagonals
         return NotImplemented
     for x, weight in ((0, 1), (1, 0)) if len(operands) == 2 else ():
         output = _as_layer(letters, result, operands, x, weight)
         if output is not None:
             return output
-    return _of_own(letters, result, operands)
-
-
-def _letters(equation: Any, operands: Sequence[Any]) -> tuple[list[str], str]:
-    """Letters of operands and result; empty if implicit or if a letter occurs twice."""
-    terms, arrow, result = str(equation).replace(" ", "").partition("->")
-    letters = terms.split(",")
-    plain = isinstance(equation, str) and bool(arrow) and "." not in equation
-    if not plain or len(letters) != len(operands):
-        return [], ""
-    once = all(len({*names}) == len(names) for names in (*letters, result))
-    fits = all(len(names) == one.dim() for names, one in zip(letters, operands, strict=True))
-    return (letters, result) if once and fits else ([], "")
+    return _einsum_of_parts(letters, result, operands)
 
 
 def _as_layer(
@@ -72,7 +63,7 @@ def _as_layer(
     return None
 
 
-def _of_own(letters: Sequence[str], result: str, operands: Sequence[Tensor]) -> Any:
+def _einsum_of_parts(letters: Sequence[str], result: str, operands: Sequence[Tensor]) -> Any:
     """Each rank's part of the result, if the result has the divided dim."""
     for names, one in zip(letters, operands, strict=True):
         if is_divided(one) and names[one.at] in result:
@@ -85,9 +76,9 @@ def _of_own(letters: Sequence[str], result: str, operands: Sequence[Tensor]) -> 
     for names, one in zip(letters, operands, strict=True):
         at = names.find(letter)
         if at >= 0 and one.shape[at] == size:
-            own.append(part_of(one, at, first.partition, comm))
+            own.append(local_channels(one, at, first.partition, comm))
         else:
-            own.append(whole_for_parts(one, comm))
+            own.append(all_channels_for_parts(one, comm))
     output = torch.einsum(f"{','.join(letters)}->{result}", *own)
     return ChannelTensor(output, result.index(letter), first.partition, comm)
 
@@ -102,12 +93,12 @@ def _first(operands: Sequence[Tensor]) -> ChannelTensor | None:
     return divided[0] if len(places) == 1 and max(places) < -2 else None
 
 
-def _own(x: Tensor, like: ChannelTensor) -> Tensor:
+def _local_operand(x: Tensor, like: ChannelTensor) -> Tensor:
     """The part of an operand, which may be broadcast, of this rank's heads."""
     at = x.dim() + like.at - like.dim()
     if at >= 0 and x.shape[at] == like.shape[like.at]:
-        return part_of(x, at, like.partition, like.comm)
-    own: Tensor = whole_for_parts(x, like.comm)
+        return local_channels(x, at, like.partition, like.comm)
+    own: Tensor = all_channels_for_parts(x, like.comm)
     return own
 
 
@@ -138,8 +129,8 @@ def attention(
     if dropout_p > 0:  # dropout is drawn by the position in all heads
         drop = partial(F.dropout, p=dropout_p)
         return spelled_out(query, key, value, attn_mask, is_causal, scale, False, drop)
-    q, k, v = (_own(one, first) for one in features)
-    mask = None if attn_mask is None else _own(attn_mask, first)
+    q, k, v = (_local_operand(one, first) for one in features)
+    mask = None if attn_mask is None else _local_operand(attn_mask, first)
     attend: Any = F.scaled_dot_product_attention
     result = attend(q, k, v, mask, 0.0, is_causal, scale=scale)
     return first.like(result, result.dim() + first.at - first.dim())
@@ -151,7 +142,7 @@ def matmul(input: Tensor, other: Tensor) -> Any:
     first = _first([input, other])
     if first is None or min(input.dim(), other.dim()) < 2:
         return NotImplemented
-    result = torch.matmul(_own(input, first), _own(other, first))
+    result = torch.matmul(_local_operand(input, first), _local_operand(other, first))
     return first.like(result, result.dim() + first.at - first.dim())
 
 
@@ -162,5 +153,5 @@ def baddbmm(
     first = _first([batch1, batch2])
     if first is None or (is_divided(input) and _first([input]) is None):
         return NotImplemented
-    own = [_own(one, first) for one in (input, batch1, batch2)]
+    own = [_local_operand(one, first) for one in (input, batch1, batch2)]
     return first.like(torch.baddbmm(*own, beta=beta, alpha=alpha), 0)

@@ -12,65 +12,58 @@ from torch import Tensor
 from spatialdl.layout.partition import Partition, joined
 from spatialdl.spatial.channels.tensor import (
     ChannelTensor,
+    all_channels_for_parts,
     channel_op,
     divided_op,
     is_divided,
-    part_of,
-    whole_for_parts,
+    local_channels,
 )
+from spatialdl.spatial.dims import SpatialDims, View, regroup
+from spatialdl.spatial.random.composite import numbers_of
 from spatialdl.spatial.tensor import SpatialTensor
 
 
-def _moved(
-    partition: Partition, at: int, shape: Sequence[int], into: Sequence[int]
+def _view(shape: Sequence[int], at: int, into: Sequence[int]) -> View | None:
+    """The regrouping of a tensor divided along dim `at`; None if it cuts or mixes this dim."""
+    return regroup(shape, into, SpatialDims.of(at - len(shape)), (shape[at],))
+
+
+def _place_in(
+    partition: Partition, view: View, into: Sequence[int], inner: Sequence[int]
 ) -> tuple[int, Partition] | None:
-    """The dim of `into` that contains the divided dim of `shape`, and its partition.
+    """The dim of `into` that contains the divided dim after a view, and its partition.
+
+    Args:
+        inner: the sizes of the dims after the divided one before the view.
 
     Returns:
-        (dim, partition), or None if there is no such dim.
+        (dim, partition), or None if ranks would have parts of one entry.
     """
-    dim, size, repeats = _place_of(at, shape, into)
-    if size == 0:
-        return None
+    (at,), (repeats,), (step,), (factor,) = view.dims.at, view.dims.outer, view.steps, view.factors
+    dim = at + len(into)
     new: Partition | None = None
-    if size % shape[at] == 0:
-        new = partition.times(size // shape[at])
-    elif shape[at] % size == 0 and len(partition.pieces) == 1:
-        new = partition.over(shape[at] // size)
-    elif len(partition.pieces) == size and len(set(partition.pieces)) == 1 and repeats == 1:
-        one = Partition(partition.pieces[:1])
-        inside = _moved(one, 0, [one.size], into[dim + 1 :])
-        return None if inside is None else (dim + 1 + inside[0], inside[1])
+    if step == 1:
+        new = partition.times(factor)
+    elif factor == 1 and len(partition.pieces) == 1:
+        new = partition.over(step)
+    elif len(partition.pieces) == into[dim] and len(set(partition.pieces)) == 1 and repeats == 1:
+        one, rest = Partition(partition.pieces[:1]), into[dim + 1 :]
+        within = _view((one.size, *inner), 0, rest)
+        found = None if within is None else _place_in(one, within, rest, inner)
+        return None if found is None else (dim + 1 + found[0], found[1])
     return None if new is None else (dim, Partition(new.pieces * repeats))
 
 
-def _place_of(at: int, shape: Sequence[int], into: Sequence[int]) -> tuple[int, int, int]:
-    """The dim of `into` in which a dim of `shape` begins.
-
-    Returns:
-        The dim; its size per entry of the preceding dims, 0 if it does not fit; the number of such
-        entries in it.
-    """
-    before = prod(shape[:at])
-    for dim, size in enumerate(into):
-        passed = prod(into[:dim])
-        if passed * size > before:
-            repeats = before // passed
-            fits = before % passed == 0 and size % repeats == 0
-            return dim, size // repeats if fits else 0, repeats
-    return 0, 0, 1
-
-
-def _request_heads(input: ChannelTensor, into: Sequence[int]) -> None:
+def _request_heads(input: ChannelTensor, view: View, into: Sequence[int]) -> None:
     """Request a partition that can be viewed as heads, or as heads of several tensors."""
-    dim, size, repeats = _place_of(input.at, input.shape, into)
-    ranks, total = input.comm.size, input.shape[input.at]
-    if not size or total % size:
+    (at,), (repeats,), (step,), (factor,) = view.dims.at, view.dims.outer, view.steps, view.factors
+    inner, ranks, size = into[at:][1:], input.comm.size, input.shape[input.at] // step
+    if factor > 1:
         return
     if size >= ranks and len(input.partition.pieces) == 1:
-        input.request(unit=total // size)
-    elif repeats == 1 and len(into) > dim + 1 and into[dim + 1] >= ranks:
-        input.request(unit=total // size // into[dim + 1], pieces=size)
+        input.request(unit=step)
+    elif repeats == 1 and inner and inner[0] >= ranks:
+        input.request(unit=step // inner[0], pieces=size)
 
 
 def _sizes(numel: int, sizes: Sequence[int]) -> list[int]:
@@ -83,15 +76,15 @@ def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
     """Reshape to a shape in which a rank's channels are a dim, or the first factor of one."""
     if kwargs or not shape or isinstance(shape[0], torch.dtype):
         return NotImplemented
-    sizes = shape[0] if isinstance(shape[0], Sequence) else shape
     if input.numel() == 0:
         return NotImplemented
-    sizes = _sizes(input.numel(), sizes)
-    if prod(sizes) != input.numel():
+    sizes = _sizes(input.numel(), numbers_of(shape))
+    view = _view(input.shape, input.at, sizes)
+    if view is None:
         return NotImplemented
-    moved = _moved(input.partition, input.at, input.shape, sizes)
+    moved = _place_in(input.partition, view, sizes, input.shape[input.at + 1 :])
     if moved is None:
-        _request_heads(input, sizes)
+        _request_heads(input, view, sizes)
         return NotImplemented
     at, partition = moved
     held, stand_in = partition.size_of(input.comm.rank), input.stand_in()
@@ -128,8 +121,7 @@ def flatten(input: ChannelTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
 def permute(input: ChannelTensor, *dims: Any) -> Any:
     if not dims:
         return NotImplemented
-    order = dims[0] if isinstance(dims[0], Sequence) else dims
-    order = [dim % input.dim() for dim in order]
+    order = [dim % input.dim() for dim in numbers_of(dims)]
     return input.like(input.part.permute(order), order.index(input.at))
 
 
@@ -150,8 +142,7 @@ def unsqueeze(input: ChannelTensor, dim: int) -> Any:
 def squeeze(input: ChannelTensor, *dims: Any, **kwargs: Any) -> Any:
     if kwargs:
         return NotImplemented
-    axes = dims[0] if dims and isinstance(dims[0], Sequence) else dims
-    places = {dim % input.dim() for dim in axes} if dims else set(range(input.dim()))
+    places = {dim % input.dim() for dim in numbers_of(dims)} if dims else set(range(input.dim()))
     gone = [dim for dim in places if input.shape[dim] == 1]
     if not gone:
         return input
@@ -167,7 +158,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return NotImplemented
     comm, at = first.comm, first.at
     if dim % first.dim() != at:
-        inner = [part_of(one, at, first.partition, comm) for one in tensors]
+        inner = [local_channels(one, at, first.partition, comm) for one in tensors]
         return first.like(torch.cat(inner, dim))
     if any(one.shape[at] < comm.size for one in tensors):
         return NotImplemented
@@ -177,7 +168,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         else Partition.even(one.shape[at], comm.size)
         for one in tensors
     ]
-    inner = [part_of(one, at, part, comm) for one, part in zip(tensors, parts, strict=True)]
+    inner = [local_channels(one, at, part, comm) for one, part in zip(tensors, parts, strict=True)]
     return ChannelTensor(torch.cat(inner, at), at, joined(parts), comm)
 
 
@@ -224,7 +215,7 @@ def unbind(input: ChannelTensor, dim: int = 0) -> Any:
 def expand(input: ChannelTensor, *sizes: Any, **kwargs: Any) -> Any:
     if kwargs or not sizes:
         return NotImplemented
-    into = list(sizes[0] if isinstance(sizes[0], Sequence) else sizes)
+    into = list(numbers_of(sizes))
     at = input.at + len(into) - input.dim()
     if at < input.at or into[at] not in (-1, input.shape[input.at]):
         return NotImplemented
@@ -241,14 +232,14 @@ def expand_as(input: Tensor, other: Tensor) -> Any:
     at = input.dim() + other.at - other.dim()
     if at >= 0 and input.shape[at] > 1:
         return input.expand(other.shape)
-    return other.like(whole_for_parts(input, other.comm).expand(other.part.shape))
+    return other.like(all_channels_for_parts(input, other.comm).expand(other.part.shape))
 
 
 @divided_op(Tensor.repeat)
 def repeat(input: ChannelTensor, *repeats: Any, **kwargs: Any) -> Any:
     if kwargs or not repeats:
         return NotImplemented
-    times = repeats[0] if isinstance(repeats[0], Sequence) else repeats
+    times = numbers_of(repeats)
     at = input.at + len(times) - input.dim()
     if at < input.at or times[at] != 1:
         return NotImplemented

@@ -20,9 +20,9 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout.partition import Partition
-from spatialdl.spatial.channels.copies import guarded, refusal, target_of, writes_into
-from spatialdl.spatial.channels.moves import divided, gathered, replicated
-from spatialdl.spatial.random.composite import inside
+from spatialdl.spatial.channels.copies import guard_views, refusal, target_of, writes_into
+from spatialdl.spatial.channels.moves import gather, replicate, take_channels
+from spatialdl.spatial.random.composite import functions_of, getter, inside, tags_of
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.torch_internals import (
     DisableTorchFunction,
@@ -129,7 +129,7 @@ class ChannelTensor(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank; collective."""
-        whole = whole_of(self)
+        whole = all_channels(self)
         return whole.full_tensor() if isinstance(whole, SpatialTensor) else whole
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -177,12 +177,12 @@ def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
 
     def register(handler: Handler) -> Handler:
         @wraps(handler)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def check(*args: Any, **kwargs: Any) -> Any:
             if not args or not is_divided(args[0]):
                 return NotImplemented
             return handler(*args, **kwargs)
 
-        channel_op(*functions)(checked)
+        channel_op(*functions)(check)
         return handler
 
     return register
@@ -196,11 +196,11 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         for one in x if isinstance(x, list | tuple) else (x,):
             if isinstance(one, ChannelTensor):
                 _check_history(one)
-    result = _handled(func, args, kwargs)
+    result = _handle(func, args, kwargs)
     return on_all_channels(func, args, kwargs) if result is NotImplemented else result
 
 
-def _handled(func: Any, args: Any, kwargs: Any) -> Any:
+def _handle(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a handler or pointwise operation; NotImplemented if there is none."""
     if kwargs.get("out") is not None:
         return NotImplemented
@@ -219,20 +219,22 @@ def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on whole tensors, replicated on every rank."""
     if is_divided(target_of(func, args, kwargs)):
         raise refusal(func, "it would modify a copy; use a call that returns a new tensor")
-    wholes = tree_map(whole_of, (args, kwargs))
+    wholes = tree_map(all_channels, (args, kwargs))
     result = func(*wholes[0], **wholes[1])
-    return guarded(result, args, wholes[0])
+    return guard_views(result, args, wholes[0])
 
 
 _PROPERTIES = (
     "shape dtype device requires_grad is_cuda is_cpu is_meta layout ndim is_sparse is_nested"
 )
-_METHODS = "size dim ndimension numel nelement is_floating_point is_complex element_size get_device"
+_METHODS = (
+    "size dim ndimension numel nelement is_floating_point is_complex element_size get_device "
+    "__len__ __hash__ __repr__ __format__"
+)
 _OF_WRAPPER = {
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
-    *(getattr(Tensor, name) for name in _METHODS.split()),
-    *(getattr(Tensor, f"__{name}__") for name in ("len", "hash", "repr", "format")),
-    *(torch.is_floating_point, torch.is_complex, torch.numel),
+    *map(getter, _PROPERTIES.split()),
+    *functions_of(Tensor, _METHODS),
+    *functions_of(torch, "is_floating_point is_complex numel"),
 }
 """Properties of the whole shape, answered by the wrapper."""
 
@@ -247,7 +249,7 @@ for _name in ("register_hook", "retain_grad", "backward", "numpy", "data_ptr", "
     _refuse(getattr(Tensor, _name), "it would see a copy; use full_tensor()")
 _SET = "set the attribute itself (module.name = x)"
 for _name in ("data", "grad"):
-    _refuse(getattr(Tensor, _name).__get__, "it would see a copy; use detach()")
+    _refuse(getter(_name), "it would see a copy; use detach()")
     _refuse(getattr(Tensor, _name).__set__, f"it would change a copy; {_SET}")
 
 
@@ -290,7 +292,7 @@ def _check_history(x: ChannelTensor) -> None:
         x.part = x.part.detach().requires_grad_()
 
 
-def whole_of(x: Any, alike: bool = True) -> Any:
+def all_channels(x: Any, alike: bool = True) -> Any:
     """All channels of a `ChannelTensor`, on every rank; other values are returned unchanged.
 
     Args:
@@ -300,20 +302,20 @@ def whole_of(x: Any, alike: bool = True) -> Any:
         return x
     x.decide()
     if x.is_whole:
-        return x.part if alike else whole_for_parts(x.part, x.comm)
-    return on_tile(lambda tile: gathered(tile, x.at, x.partition, x.comm, alike), x.part)
+        return x.part if alike else all_channels_for_parts(x.part, x.comm)
+    return on_tile(lambda tile: gather(tile, x.at, x.partition, x.comm, alike), x.part)
 
 
-def whole_for_parts(x: Any, comm: Communicator) -> Any:
+def all_channels_for_parts(x: Any, comm: Communicator) -> Any:
     """All channels, from which each rank computes a part of the result."""
     if isinstance(x, ChannelTensor):
-        return whole_of(x, alike=False)
+        return all_channels(x, alike=False)
     if isinstance(x, Tensor) and x.requires_grad:
-        return on_tile(lambda tile: replicated(tile, comm), x)
+        return on_tile(lambda tile: replicate(tile, comm), x)
     return x
 
 
-def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Tensor:
+def local_channels(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Tensor:
     """This rank's channels of a whole tensor or of one divided in any way."""
     if isinstance(x, ChannelTensor):
         x.decide(at, partition)
@@ -321,8 +323,8 @@ def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Ten
             return x.part
         if not x.is_whole and x.at == at:
             x.match(partition)
-        x = whole_of(x)
-    return on_tile(lambda tile: divided(tile, at, partition, comm), x)
+        x = all_channels(x)
+    return on_tile(lambda tile: take_channels(tile, at, partition, comm), x)
 
 
 def is_divided(x: Any) -> TypeGuard[ChannelTensor]:
@@ -340,10 +342,9 @@ def is_pointwise(func: Any) -> bool:
     if name.startswith("__") and name.endswith("__"):
         name = f"{name[3:-2]}_" if writes_into(func) else name[2:-2]
         name = _DUNDERS.get(name, name)
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if packet is None or name in _UNTAGGED or name == "copy":
+    tags = tags_of(name)
+    if not tags or name in _UNTAGGED or name == "copy":
         return name in _UNTAGGED
-    tags = [getattr(packet, overload).tags for overload in packet.overloads()]
     draws = any(torch.Tag.nondeterministic_seeded in some for some in tags)
     return not draws and any(torch.Tag.pointwise in some for some in tags)
 
@@ -376,8 +377,8 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if x.dim() >= -from_end and x.shape[from_end] == size:
-            return part_of(x, x.dim() + from_end, partition, comm)
-        return whole_for_parts(x, comm)
+            return local_channels(x, x.dim() + from_end, partition, comm)
+        return all_channels_for_parts(x, comm)
 
     def outer(y: Any) -> Any:
         return first.like(y, y.dim() + from_end) if isinstance(y, Tensor) else y

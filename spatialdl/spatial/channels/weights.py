@@ -28,8 +28,8 @@ from spatialdl.comm.mesh import dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout.partition import FORMS, Partition
 from spatialdl.spatial.channels import along, layers, products, shapes
-from spatialdl.spatial.channels.moves import all_gather, own_part
-from spatialdl.spatial.channels.tensor import ChannelTensor, part_of, whole_of
+from spatialdl.spatial.channels.moves import all_gather, local_part
+from spatialdl.spatial.channels.tensor import ChannelTensor, all_channels, local_channels
 from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.tensor import SpatialTensor
@@ -111,10 +111,10 @@ class Weight(ChannelTensor):
         """
         held = _held(self.module, self.key)
         if self.is_whole:
-            whole: Tensor = whole_of(held)
+            whole: Tensor = all_channels(held)
             return whole
         is_part = self.is_cut and held.shape[self.at] == self.partition.size_of(self.comm.rank)
-        return held if is_part else part_of(held, self.at, self.partition, self.comm)
+        return held if is_part else local_channels(held, self.at, self.partition, self.comm)
 
     @property
     def is_whole(self) -> bool:  # type: ignore[override]
@@ -155,7 +155,7 @@ class Weight(ChannelTensor):
         if total % size == 0 and total % (unit * pieces) == 0 and total >= least:
             self.use.requested = Partition.even(total, self.comm.size, unit, pieces)
 
-    def whole(self, part: Tensor | None = None) -> Tensor:
+    def full(self, part: Tensor | None = None) -> Tensor:
         """The whole weight, or a whole tensor of its shape, detached; collective.
 
         Args:
@@ -164,20 +164,20 @@ class Weight(ChannelTensor):
         part = (self.part if part is None else part).detach()
         return part if self.is_whole else all_gather(part, self.at, self.partition, self.comm)
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of the weight's shape."""
         if self.is_whole:
             return whole
-        return own_part(whole, self.at, self.partition, self.comm.rank)
+        return local_part(whole, self.at, self.partition, self.comm.rank)
 
-    def again(self) -> Weight:
+    def renewed(self) -> Weight:
         """This weight with the current dtype and device of the module's tensor."""
-        renewed = Weight(self.module, self.key, self.shape, self.use, self.comm)
-        renewed.is_cut = self.is_cut
-        return renewed
+        new = Weight(self.module, self.key, self.shape, self.use, self.comm)
+        new.is_cut = self.is_cut
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
-        copied = self.again()
+        copied = self.renewed()
         memo[id(self)] = copied
         copied.module = copy.deepcopy(self.module, memo)
         return copied
@@ -225,9 +225,9 @@ def divide(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> N
         if id(held) not in cut:
             cut.add(id(held))
             grad, held.grad = held.grad, None
-            held.data = own_part(held, weight.at, weight.partition, comm.rank).clone()
+            held.data = local_part(held, weight.at, weight.partition, comm.rank).clone()
             if grad is not None:
-                held.grad = own_part(grad, weight.at, weight.partition, comm.rank).clone()
+                held.grad = local_part(grad, weight.at, weight.partition, comm.rank).clone()
         weight.is_cut = True
 
 
@@ -244,14 +244,14 @@ def held_weights(network: nn.Module) -> Iterator[None]:
             vars(weight.module)[weight.key] = weight
 
 
-def _written_back(module: nn.Module, name: str, value: Any) -> Tensor | None:
+def _keep_buffer(module: nn.Module, name: str, value: Any) -> Tensor | None:
     """Keep the buffer itself after ``module.name += x``, which assigns the `Weight`."""
     if isinstance(value, Weight) and (value.module, value.key) == (module, name):
         return _held(module, name)
     return None
 
 
-register_module_buffer_registration_hook(_written_back)  # type: ignore[arg-type]
+register_module_buffer_registration_hook(_keep_buffer)  # type: ignore[arg-type]
 
 
 def settle(network: nn.Module) -> None:
@@ -260,18 +260,18 @@ def settle(network: nn.Module) -> None:
         if isinstance(held, ChannelTensor):
             weight = vars(module).get(name)
             module._buffers[name] = (
-                weight.part if isinstance(weight, Weight) else whole_of(held)
+                weight.part if isinstance(weight, Weight) else all_channels(held)
             ).detach()
 
 
 def renew(weights: Iterable[Weight]) -> None:
     """Update weights after parameters were converted, moved or replaced."""
     for weight in weights:
-        vars(weight.module)[weight.key] = weight.again()
+        vars(weight.module)[weight.key] = weight.renewed()
 
 
 @torch.no_grad()
-def whole_state(network: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def full_state(network: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The state dict of the whole network, on every rank; collective.
 
     Args:
@@ -280,23 +280,23 @@ def whole_state(network: nn.Module, state: Mapping[str, Tensor] | None = None) -
     settle(network)
     weights = weights_of(network)
     if state is not None:
-        return {name: weights[name].whole(x) if name in weights else x for name, x in state.items()}
+        return {name: weights[name].full(x) if name in weights else x for name, x in state.items()}
     own: dict[str, Tensor] = network.state_dict()  # forwards may have stored whole tensors
-    return {name: weights[name].whole() if name in weights else x for name, x in own.items()}
+    return {name: weights[name].full() if name in weights else x for name, x in own.items()}
 
 
-def own_state(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def local_state(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's parts of a state dict in which weights may be whole or parts."""
     own = dict(state)
     for name, weight in weights_of(network).items():
         if name in own and own[name].shape == weight.shape:
-            own[name] = weight.own(own[name])
+            own[name] = weight.local(own[name])
     return own
 
 
-def whole_outputs(outputs: Any) -> Any:
+def full_outputs(outputs: Any) -> Any:
     """The outputs of a network, with all channels."""
-    return tree_map_only(ChannelTensor, whole_of, outputs)
+    return tree_map_only(ChannelTensor, all_channels, outputs)
 
 
 # --- the use of weights in a forward
@@ -378,7 +378,7 @@ def uses_of(
                 f"the forward of {type(network).__name__} cannot run without data, so its weights "
                 f"cannot be divided: {error}; use tensor=1"
             ) from error
-        if not left or not _renewed(of_state.values()):
+        if not left or not _apply_requests(of_state.values()):
             break
     return {path: use for path, use in uses.items() if use.at is not None}
 
@@ -388,7 +388,7 @@ def _has_hooks(held: Tensor) -> bool:
     return bool(held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None))
 
 
-def _renewed(uses: Collection[Use]) -> bool:
+def _apply_requests(uses: Collection[Use]) -> bool:
     """Whether partitions were requested, for which all uses are renewed."""
     if not any(use.has_new_request for use in uses):
         return False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.spatial import SpatialTensor
-from spatialdl.spatial.channels.parallel import average_gradients
+from spatialdl.spatial.parallel import average_gradients
 from spatialdl.spatial.split import shard
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.spatial import SpatialTensor
-from spatialdl.spatial.dims import apart, from_image, to_image
+from spatialdl.spatial.dims import from_image, split_tokens, to_image
 from spatialdl.spatial.source_lines import users_line
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import from_tile, to_tile
@@ -196,14 +196,14 @@ def _split_as(like: SpatialTensor, value: Any) -> Any:
         return value
     if tuple(value.shape) != dims.sizes(value.shape, size):
         return value
-    before, pixels, after = apart(value, dims)
+    before, pixels, after = split_tokens(value, dims)
     image = to_image(pixels, dims.of_pixels, size)
     split = shard(image.reshape(1, -1, *size), mesh)
     tile = to_tile(split)
     tile = tile.reshape(*image.shape[:-count], *tile.shape[-count:])
     tile = from_image(tile, dims.of_pixels, pixels.shape)
     again = from_tile(tile, split.spatial_layout, mesh, dims.of_pixels)
-    return torch.cat([before, again, after], dims.at[0]) if dims.beside else again
+    return torch.cat([before, again, after], dims.at[0]) if dims.extra_tokens else again
 
 
 def _spatial(*values: Any) -> list[SpatialTensor]:

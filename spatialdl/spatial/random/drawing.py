@@ -99,7 +99,7 @@ class _Again:
             stream.calls = calls
 
 
-def same_again() -> AbstractContextManager[None]:
+def repeat_later() -> AbstractContextManager[None]:
     """Context, to be entered later, that repeats the numbers drawn from now on."""
     return _Again()
 
@@ -169,4 +169,4 @@ class PartsOfSamples:
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """``context_fn`` for ``torch.utils.checkpoint``: recomputation draws the same numbers."""
-    return nullcontext(), same_again()
+    return nullcontext(), repeat_later()

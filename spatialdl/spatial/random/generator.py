@@ -17,7 +17,7 @@ _CHUNK = 2**16  # numbers drawn at a time, so that intermediate integers fit in 
 _CHUNK_ON_DEVICE = 2**22  # few kernels, and 32 MB of intermediate integers
 
 
-def _mixed(word: int) -> int:
+def _mix(word: int) -> int:
     for shift, factor in _ROUNDS:
         word = (word ^ (word >> shift)) * factor & _WORD
     return word ^ (word >> 31)
@@ -27,7 +27,7 @@ def key_of(*numbers: int) -> int:
     """Combine integers to a 64-bit key."""
     key = 0
     for number in numbers:
-        key = _mixed((key ^ _mixed((number + _GAMMA) & _WORD)) + _GAMMA & _WORD)
+        key = _mix((key ^ _mix((number + _GAMMA) & _WORD)) + _GAMMA & _WORD)
     return key
 
 
@@ -37,7 +37,7 @@ def signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def _shifted(words: Tensor, shift: int) -> Tensor:
+def _shift_right(words: Tensor, shift: int) -> Tensor:
     """Logical right shift of int64."""
     return (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
@@ -46,10 +46,10 @@ def _bits(key: int, places: Tensor) -> Tensor:
     """Random 53-bit integers for positions in a tensor."""
     words = places * signed(_GAMMA) + signed(key + _GAMMA)
     for shift, factor in _ROUNDS:
-        words ^= _shifted(words, shift)
+        words ^= _shift_right(words, shift)
         words *= signed(factor)
-    words ^= _shifted(words, 31)
-    return _shifted(words, 64 - _BITS)
+    words ^= _shift_right(words, 31)
+    return _shift_right(words, 64 - _BITS)
 
 
 class TensorRegion(NamedTuple):
@@ -74,7 +74,7 @@ class TensorRegion(NamedTuple):
         return TensorRegion(self.positions[:2] + (one,) * rest, self.shape[:2] + (1,) * rest)
 
 
-def _drawn(
+def _fill_region(
     region: TensorRegion,
     key: int,
     out: Tensor,
@@ -125,7 +125,7 @@ def keep_mask(region: TensorRegion, probability: float, key: int, device: torch.
     """Boolean mask, True with `probability`; identical on all devices."""
     limit = round(probability * 2**_BITS)
     out = torch.empty(region.size, dtype=torch.bool, device=device)
-    return _drawn(region, key, out, lambda bits, part: bits(0) < limit)
+    return _fill_region(region, key, out, lambda bits, part: bits(0) < limit)
 
 
 def uniform(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -134,9 +134,9 @@ def uniform(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.de
     out = torch.empty(region.size, dtype=dtype, device=device)
 
     def transform(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
-        return _shifted(bits(0), _BITS - digits).double() * 2.0**-digits
+        return _shift_right(bits(0), _BITS - digits).double() * 2.0**-digits
 
-    return _drawn(region, key, out, transform)
+    return _fill_region(region, key, out, transform)
 
 
 def normal(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -147,7 +147,7 @@ def normal(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.dev
         radius = (-2 * ((bits(0).double() + 1) * 2.0**-_BITS).log()).sqrt()
         return radius * (bits(1).double() * (2 * math.pi * 2.0**-_BITS)).cos()
 
-    return _drawn(region, key, out, transform)
+    return _fill_region(region, key, out, transform)
 
 
 def exponential(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -158,7 +158,7 @@ def exponential(region: TensorRegion, key: int, dtype: torch.dtype, device: torc
         smallest = torch.finfo(dtype).tiny
         return -((bits(0).double() + 1) * 2.0**-_BITS).log().clamp_(max=-smallest)
 
-    return _drawn(region, key, out, transform)
+    return _fill_region(region, key, out, transform)
 
 
 def bernoulli(probabilities: Tensor, region: TensorRegion, key: int) -> Tensor:

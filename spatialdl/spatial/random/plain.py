@@ -6,7 +6,7 @@ Each is implemented once, for any region of a whole tensor. `PLAIN` maps functio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
+from spatialdl.spatial.random.composite import by_name, numbers_of
 from spatialdl.spatial.random.generator import (
     TensorRegion,
     bernoulli,
@@ -23,7 +24,7 @@ from spatialdl.spatial.random.generator import (
     normal,
     uniform,
 )
-from spatialdl.spatial.random.streams import next_key, whole
+from spatialdl.spatial.random.streams import full_region, next_key
 
 _ALPHA = 1.7580993408473766  # Klambauer et al. (2017): negative limit of SELU
 
@@ -43,7 +44,7 @@ class _Masked(torch.autograd.Function):
         return grad * (keep.to(grad.dtype) * ctx.scale), None, None
 
 
-def dropped(
+def drop_elements(
     x: Tensor, region: TensorRegion, key: int, p: float, channels: bool = False, alpha: bool = False
 ) -> Tensor:
     """Dropout of the region of a whole tensor.
@@ -110,7 +111,7 @@ def _dropout(on: Drawing, channels: bool, alpha: bool) -> Callable[..., Tensor]:
         if channels and input.dim() < 2:
             raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
         region, key = on.region(input), on.key(input)
-        return on.like(input, dropped(on.tile(input), region, key, p, channels, alpha))
+        return on.like(input, drop_elements(on.tile(input), region, key, p, channels, alpha))
 
     return dropout
 
@@ -126,7 +127,7 @@ def _in_place_variant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def random_functions(on: Drawing) -> Functions:
     """All functions of a tensor that draw random numbers."""
-    rand_like = _drawn_like(on, uniform)
+    rand_like = _draw_like(on, uniform)
 
     def of_chances(input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
         tile = on.tile(input).detach()
@@ -153,24 +154,24 @@ def random_functions(on: Drawing) -> Functions:
     return {
         **dropouts(on),
         torch.rand_like: rand_like,
-        torch.randn_like: _drawn_like(on, normal),
+        torch.randn_like: _draw_like(on, normal),
         torch.bernoulli: of_chances,
         Tensor.bernoulli: of_chances,
         Tensor.bernoulli_: bernoulli_,
-        Tensor.uniform_: _filled(
+        Tensor.uniform_: _fill(
             on, uniform, {"from": 0.0, "to": 1.0}, lambda x, low, high: x * (high - low) + low
         ),
-        Tensor.normal_: _filled(
+        Tensor.normal_: _fill(
             on, normal, {"mean": 0.0, "std": 1.0}, lambda x, mean, std: x * std + mean
         ),
-        Tensor.exponential_: _filled(on, exponential, {"lambd": 1.0}, lambda x, rate: x / rate),
+        Tensor.exponential_: _fill(on, exponential, {"lambd": 1.0}, lambda x, rate: x / rate),
         torch.rrelu: rrelu,
         torch.rrelu_: _in_place_variant(rrelu),
     }
 
 
-def _drawn_like(on: Drawing, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def drawn(
+def _draw_like(on: Drawing, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def draw_numbers(
         input: Tensor,
         *,
         dtype: torch.dtype | None = None,
@@ -183,10 +184,10 @@ def _drawn_like(on: Drawing, draw: Callable[..., Tensor]) -> Callable[..., Tenso
         tile = draw(on.region(input), on.key(input), dtype or input.dtype, place)
         return on.like(input, tile).requires_grad_(requires_grad)
 
-    return drawn
+    return draw_numbers
 
 
-def _filled(
+def _fill(
     on: Drawing,
     draw: Callable[..., Tensor],
     defaults: dict[str, float],
@@ -195,7 +196,7 @@ def _filled(
     """A function that fills a tensor in place with numbers that its arguments scale."""
 
     def fill(input: Tensor, *args: float, **kwargs: Any) -> Tensor:
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        given = {**defaults, **by_name(tuple(defaults), args, kwargs)}
         dtype = input.dtype if input.dtype.is_floating_point else torch.float64
         numbers = draw(on.region(input), on.key(input), dtype, input.device)
         numbers = scaled(numbers, *(given[name] for name in defaults))
@@ -207,7 +208,7 @@ def _filled(
 def _native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if not train and train is not None:
         return input, torch.ones_like(input, dtype=torch.bool)
-    keep = keep_mask(whole(input.shape), 1 - p, next_key(), input.device)
+    keep = keep_mask(full_region(input.shape), 1 - p, next_key(), input.device)
     y: Tensor = _Masked.apply(input, keep, 0.0 if p == 1 else 1 / (1 - p))  # type: ignore[no-untyped-call]
     return y, keep
 
@@ -215,17 +216,13 @@ def _native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor
 # --- factories, and dropout of whole tensors
 
 
-def _shape(size: tuple[Any, ...]) -> Sequence[int]:
-    return size if not size or isinstance(size[0], int) else tuple(size[0])
-
-
 def _factory(draw: Callable[..., Tensor], function: Callable[..., Tensor]) -> Any:
     def factory(*size: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
-        shape = _shape(size or (kwargs.pop("size"),))
+        shape = tuple(numbers_of(size or (kwargs.pop("size"),)))
         like = torch.empty(0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         if not like.is_floating_point() or kwargs.get("out") is not None:
             return function(*size, requires_grad=requires_grad, **kwargs)
-        numbers = draw(whole(shape), next_key(), like.dtype, like.device)
+        numbers = draw(full_region(shape), next_key(), like.dtype, like.device)
         return numbers.requires_grad_(requires_grad)
 
     return factory
@@ -306,14 +303,16 @@ def explicit_attention(
     def drop(weights: Tensor) -> Tensor:
         if dropout_p == 0:
             return weights
-        return dropped(weights, whole(weights.shape), next_key(mesh), dropout_p)
+        return drop_elements(weights, full_region(weights.shape), next_key(mesh), dropout_p)
 
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)
 
 
-_WHOLE = Drawing(lambda x: whole(x.shape), lambda x: next_key(), lambda x: x, lambda x, tile: tile)
+_PLAIN = Drawing(
+    lambda x: full_region(x.shape), lambda x: next_key(), lambda x: x, lambda x, tile: tile
+)
 PLAIN: Functions = {
-    **random_functions(_WHOLE),
+    **random_functions(_PLAIN),
     torch.native_dropout: _native_dropout,
     torch.rand: _factory(uniform, torch.rand),
     torch.randn: _factory(normal, torch.randn),

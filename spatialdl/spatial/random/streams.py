@@ -108,7 +108,7 @@ def scope(name: str) -> Iterator[None]:
         thread.stream = around
 
 
-def whole(shape: Sequence[int]) -> TensorRegion:
+def full_region(shape: Sequence[int]) -> TensorRegion:
     """Region of a whole tensor; with one row for each own sample, the region of these samples."""
     positions = [torch.arange(size) for size in shape]
     own = thread.stream.own if thread.stream is not None else None

@@ -57,9 +57,9 @@ def copies(pipeline: PipelineRuntime, update: Update, rank: int) -> Files:
             whole = value if sharded is None else sharded.full(value)
             weight = weights.get(_owner(name))
             if weight is not None and name in weights and sharded is None:
-                whole = weight.whole()  # a forward may have replaced the part by a whole tensor
+                whole = weight.full()  # a forward may have replaced the part by a whole tensor
             elif weight is not None and value.shape == weight.part.shape:
-                whole = weight.whole(whole)
+                whole = weight.full(whole)
             if writes:
                 kept[name] = whole.detach().to("cpu", copy=True).contiguous()
         if writes:
@@ -237,7 +237,7 @@ def _fill(
     own = shard_of(value)
     if own is value or weight is not None:
         stored = source.read(name)
-        stored = stored if weight is None else weight.own(stored)
+        stored = stored if weight is None else weight.local(stored)
         own.copy_(stored if own is value else stored[pipeline.sharded[stage].rows(len(value))])
     elif len(own):
         own.copy_(source.read(name, pipeline.sharded[stage].rows(len(value))))
@@ -291,7 +291,7 @@ def _own_state(
         return source.read(full).item()
     alike = source.shape(full) == tuple(parameter.shape if weight is None else weight.shape)
     if alike and weight is not None and shard_of(parameter) is parameter:
-        return weight.own(source.read(full)).clone()  # a view would keep the whole tensor alive
+        return weight.local(source.read(full)).clone()  # a view would keep the whole tensor alive
     if not alike or shard_of(parameter) is parameter:
         return source.read(full)
     value = torch.zeros_like(parameter)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl.pipeline.runtime import PipelineRuntime
-from spatialdl.spatial.channels.weights import whole_outputs
+from spatialdl.spatial.channels.weights import full_outputs
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import tree_leaves
 
@@ -110,7 +110,7 @@ class Activations:
         self._large = [m for m in maps if prod(m.shape[2:]) > 1] or self._large
 
     def _classified(self, module: nn.Linear, args: Any, output: Tensor) -> None:
-        features, output = whole_outputs((args[0], output))
+        features, output = full_outputs((args[0], output))
         fitting: list[Tensor] = []
         if features.dim() == 2:
             large, last = (
@@ -125,12 +125,12 @@ class Activations:
             self.refusal = "the input of its last linear layer is not one number per map channel"
             return
         if self._chosen is None:  # checked once
-            means = (n for n, one in enumerate(fitting) if _is_mean(whole_outputs(one), features))
+            means = (n for n, one in enumerate(fitting) if _is_mean(full_outputs(one), features))
             self._chosen = next(means, None)
         if self._chosen is None:
             self.refusal = "the input of its last linear layer is not the mean of a feature map"
             return
-        features_map = whole_outputs(fitting[self._chosen])
+        features_map = full_outputs(fitting[self._chosen])
         tile, start = features_map, (0,) * self._dims
         if isinstance(features_map, SpatialTensor):
             box = features_map.mesh.own_box(features_map.spatial_layout)
@@ -141,8 +141,8 @@ class Activations:
         self._seen.append(Activation(size, start, output, values, is_split))
 
     def _values(self, module: nn.Linear, tile: Tensor) -> Tensor:
-        weight: Tensor = whole_outputs(module.weight).detach()
-        bias = whole_outputs(module.bias)
+        weight: Tensor = full_outputs(module.weight).detach()
+        bias = full_outputs(module.bias)
         ones = (1,) * self._dims
         if not tile.numel():
             return weight.new_zeros(len(tile), len(weight), *tile.shape[2:])

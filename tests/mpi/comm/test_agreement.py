@@ -24,7 +24,7 @@ from spatialdl import (
 )
 from spatialdl.comm import check
 from spatialdl.comm.agreement import FIRST, difference, digest, first_difference, is_due
-from spatialdl.spatial import agreed
+from spatialdl.spatial import gradient_checks as agreed
 
 pytestmark = pytest.mark.world(2, 3, 4)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

@@ -19,7 +19,7 @@ from spatialdl.comm.gradients import Reducer
 from spatialdl.comm.launch import launched
 from spatialdl.comm.world import torch_world
 from spatialdl.pipeline import runtime
-from spatialdl.spatial.channels import parallel as spatial_parallel
+from spatialdl.spatial import parallel as spatial_parallel
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import TOLERANCE, parallel, reference
 

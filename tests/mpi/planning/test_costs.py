@@ -31,7 +31,7 @@ from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.program import DividedStage, largest_part
-from spatialdl.spatial.channels.weights import divide, uses_of, whole_outputs, without_data
+from spatialdl.spatial.channels.weights import divide, full_outputs, uses_of, without_data
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.streaming.memory import Memory
 
@@ -171,7 +171,7 @@ def assert_network(
     divide(model, uses_of(model, mesh.tensor_comm, run, dict(plan)), mesh.tensor_comm)
     with overheard(mesh, monkeypatch) as heard, keyed(0, 0, 0):
         with kept() as saved:
-            output = whole_outputs(model(tiles))
+            output = full_outputs(model(tiles))
         loss_of(output, mesh).backward()
     largest = largest_part(mesh.layout(SAMPLES, job.image[1:]))
     is_counted = (position.tensor, position.part) == (tensor - 1, largest)
@@ -251,7 +251,7 @@ def test_a_divided_stage_sends_and_holds_what_is_counted(name, again, stage, mon
     uses = uses_of(own, mesh.tensor_comm, lambda shadow: run_stage(shadow, given, SAMPLES))
     divide(own, uses, mesh.tensor_comm)
     with overheard(mesh, monkeypatch) as heard, keyed(0, 0, 0):
-        outputs = whole_outputs(run_stage(own, entered, SAMPLES))
+        outputs = full_outputs(run_stage(own, entered, SAMPLES))
         roots = [one for one in outputs.values() if one.requires_grad]
         if OUTPUT in outputs:
             roots = [loss_of(outputs[OUTPUT], mesh)]

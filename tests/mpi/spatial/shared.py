@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tests.mpi.equality import Operation
@@ -20,3 +21,9 @@ def flat(x: Tensor) -> Tensor:
 def tokens(x: Tensor) -> Tensor:
     """(N, C, ...) as (N, tokens, C)."""
     return x.flatten(2).transpose(1, 2)
+
+
+def near(size: int, kernel: int = 3) -> Tensor:
+    """For each place the indices of its window, which lies within the image."""
+    first = (torch.arange(size) - kernel // 2).clamp(0, size - kernel)
+    return first[:, None] + torch.arange(kernel)

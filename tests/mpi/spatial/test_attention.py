@@ -131,6 +131,14 @@ CASES: Cases = {
         IMAGE,
         [(1, HEADS, H * W, H * W)],
     ),
+    **{
+        f"with a bias of {name}": (
+            lambda x, b: attend(tokens(x), tokens(x), tokens(x), b),
+            IMAGE,
+            [shape],
+        )
+        for name, shape in (("keys", (N, 1, 1, H * W)), ("queries", (H * W, 1)))
+    },
     "fewer keys": (lambda x: attend(tokens(x), fewer(x), fewer(x)), IMAGE, []),
     "whole keys": (lambda x, k: attend(tokens(x), k, k), IMAGE, [(N, 5, C)]),
     "a few whole queries": (lambda x, q: attend(q, tokens(x), tokens(x)), IMAGE, [(N, 5, C)]),
@@ -143,8 +151,7 @@ CASES: Cases = {
     ),
     **{
         f"module, {first}, {weights}": module(first, weights)
-        for first in (True, False)
-        for weights in (True, False)
+        for first, weights in ((True, False), (False, True))
     },
     "a layer with dropout": (encoder(0.2), IMAGE, []),
     **{
@@ -155,6 +162,8 @@ CASES: Cases = {
             "dropout, causal, shared heads": weighed(
                 C // 2, dropout_p=0.3, is_causal=True, enable_gqa=True
             ),
+            "dropout of all": weighed(dropout_p=1.0),
+            "keys of some ranks": lambda x: attend(tokens(x), *2 * [tokens(F.max_pool2d(x, 4))]),
             "channels": of_channels(),
         }.items()
     },
@@ -257,10 +266,10 @@ HELD: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_no_rank_holds_all_keys(name: str) -> None:
+def test_no_rank_holds_all_keys(name: str, meshes: dict) -> None:
     """Forward and backward; keys and values of a part are in one message."""
     attend, size = HELD[name]
-    for mesh in every_mesh(2).values():
+    for mesh in meshes.values():
         if mesh.grid_comm.size < 3:
             continue
         whole = torch.rand(size, dtype=torch.float64).to(DEVICE)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, shard
+from spatialdl import SpatialTensor, UnsupportedSpatialOp, shard
 from tests.mpi.equality import Operation, check, check_keyed, close, drawn
 from tests.mpi.spatial.shared import Cases
 
@@ -28,57 +28,42 @@ def labels(size: tuple[int, int], ignored: int = -100) -> Tensor:
     return classes.masked_fill(torch.rand(classes.shape, generator=draw) < 0.3, ignored)
 
 
-def whole_or_split(target: Tensor, mesh: Mesh, split: bool, x: Tensor) -> Tensor:
+def whole_or_split(target: Tensor, split: bool, x: Tensor) -> Tensor:
     target = target.to(x.device)
-    return shard(target, mesh) if split and isinstance(x, SpatialTensor) else target
+    return shard(target, x.mesh) if split and isinstance(x, SpatialTensor) else target
 
 
 WEIGHT = torch.tensor([0.5, 1.5, 2.0, 0.1], dtype=torch.float64)
 
 
-def classified(reduction: str, weighted: bool = False, **options: object) -> Operation:
-    def loss(x: Tensor, target: Tensor) -> Tensor:
-        weight = WEIGHT.to(x.device) if weighted else None
-        return F.cross_entropy(x, target, weight, reduction=reduction, **options)
-
-    return loss
+def likelihood(x: Tensor, *others: object, **options: object) -> Tensor:
+    return F.nll_loss(x.log_softmax(1), *others, **options)
 
 
-def likelihood(reduction: str, weighted: bool = False, **options: object) -> Operation:
-    def loss(x: Tensor, target: Tensor) -> Tensor:
-        weight = WEIGHT.to(x.device) if weighted else None
-        return F.nll_loss(x.log_softmax(1), target, weight, reduction=reduction, **options)
-
-    return loss
-
-
-OVER_CLASSES = {
-    "cross_entropy": partial(classified),
-    "cross_entropy, all": partial(classified, weighted=True, label_smoothing=0.1, ignore_index=2),
-    "nll_loss": partial(likelihood),
-    "nll_loss, ignored": partial(likelihood, ignore_index=2),
-    "of probabilities": partial(classified, weighted=True, label_smoothing=0.1),
+OVER_CLASSES: dict[str, tuple[Operation, bool, dict]] = {
+    "cross_entropy": (F.cross_entropy, False, {}),
+    "cross_entropy, all": (F.cross_entropy, True, {"label_smoothing": 0.1, "ignore_index": 2}),
+    "nll_loss": (likelihood, False, {}),
+    "nll_loss, ignored": (likelihood, False, {"ignore_index": 2}),
+    "of probabilities": (F.cross_entropy, True, {"label_smoothing": 0.1}),
 }
+"""Losses, whether their classes have weights, and options."""
 
 
-def target_of(name: str, size: tuple[int, int]) -> Tensor:
-    if name == "of probabilities":
-        return image(2, *size).softmax(1)
-    return labels(size, OVER_CLASSES[name].keywords.get("ignore_index", -100))
-
-
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("reduction", SIZES)
 @pytest.mark.parametrize("name", OVER_CLASSES)
-def test_over_classes(name: str, reduction: str, split: bool, meshes: dict) -> None:
-    function, size = OVER_CLASSES[name](reduction), SIZES[reduction]
-    target = target_of(name, size)
-    for mesh in meshes.values():
+def test_over_classes(name: str, reduction: str, meshes: dict) -> None:
+    """The target is split as the image, or whole where the sum is taken."""
+    (function, weighted, options), size = OVER_CLASSES[name], SIZES[reduction]
+    target = labels(size, options.get("ignore_index", -100))
+    target = image(2, *size).softmax(1) if name == "of probabilities" else target
 
-        def loss(x: Tensor, mesh: Mesh = mesh) -> Tensor:
-            return function(x, whole_or_split(target, mesh, split, x))
+    def loss(x: Tensor) -> Tensor:
+        split = whole_or_split(target, reduction != "sum", x)
+        weight = WEIGHT.to(x.device) if weighted else None
+        return function(x, split, weight, reduction=reduction, **options)
 
-        check(loss, image(1, *size), [], mesh, f"{name} {size} on {mesh.grid}")
+    check(loss, image(1, *size), [], meshes, f"{name} {size}")
 
 
 def of(loss: Operation, one: Operation, other: Operation, **options: object) -> Operation:
@@ -126,19 +111,18 @@ PIXELWISE: dict[str, Operation] = {
 @pytest.mark.parametrize("name", PIXELWISE)
 def test_pixelwise(name: str, split: bool, meshes: dict) -> None:
     """A target that is split has no gradient here, for `check` divides it."""
-    for mesh in meshes.values():
-        for reduction, size in list(SIZES.items())[split:]:
+    for reduction in ("sum",) if split else ("mean", "none"):
+        one, target = image(1, *SIZES[reduction]), image(2, *SIZES[reduction])
 
-            def loss(x: Tensor, t: Tensor, mesh: Mesh = mesh, reduction: str = reduction) -> Tensor:
-                t = whole_or_split(t, mesh, split, x)
-                return PIXELWISE[name](x, t, reduction=reduction) + 0 * t.sum()
+        def loss(x: Tensor, t: Tensor, reduction: str = reduction) -> Tensor:
+            t = whole_or_split(t, split, x)
+            return PIXELWISE[name](x, t, reduction=reduction) + 0 * t.sum()
 
-            one, target = image(1, *size), image(2, *size)
-            what = f"{name} {size} {reduction} on {mesh.grid}"
-            if split:
-                check(lambda x, f=loss, t=target: f(x, t), one, [], mesh, what)
-            else:
-                check(loss, one, [target], mesh, what)
+        what = f"{name} {reduction}"
+        if split:
+            check(lambda x, f=loss, t=target: f(x, t), one, [], meshes, what)
+        else:
+            check(loss, one, [target], meshes, what)
 
 
 TARGET, FEW = image(2, 11, 7), image(2, 2, 2).softmax(1)
@@ -213,16 +197,13 @@ FULL: list[Operation] = [
 @pytest.mark.parametrize("number", range(len(FULL)))
 def test_full_outputs_with_split_targets(number: int, meshes: dict) -> None:
     """As after `gather_before`; parameters behind it get their gradients on average."""
-    for mesh in meshes.values():
-        for size in ((11, 7), (4, 4)):
-            targets = [labels(size, -100 if number == 2 else 2), image(4, *size).softmax(1)]
+    size = (11, 7) if number % 2 else (4, 4)
+    targets = [labels(size, -100 if number == 2 else 2), image(4, *size).softmax(1)]
 
-            def operation(
-                x: Tensor, bias: Tensor, mesh: Mesh = mesh, given: list = targets
-            ) -> Tensor:
-                chosen = [whole_or_split(one, mesh, True, x) for one in given]
-                full = x.full_tensor() if isinstance(x, SpatialTensor) else x
-                return FULL[number](full + bias, *chosen)
+    def operation(x: Tensor, bias: Tensor) -> Tensor:
+        chosen = [whole_or_split(one, True, x) for one in targets]
+        full = x.full_tensor() if isinstance(x, SpatialTensor) else x
+        return FULL[number](full + bias, *chosen)
 
-            what = f"loss {number} of {size} on {mesh.grid}"
-            check(operation, image(1, *size), [drawn(3, CLASSES, 1, 1)], mesh, what)
+    what = f"loss {number} of {size}"
+    check(operation, image(1, *size), [drawn(3, CLASSES, 1, 1)], meshes, what)

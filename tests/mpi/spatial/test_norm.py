@@ -51,19 +51,21 @@ def randomised(layer: nn.Module, rng: random.Random) -> nn.Module:
 def compare(layer: nn.Module, images: list[Tensor], meshes: dict, what: str) -> None:
     """Buffers after several images, then value and gradients for the first of them."""
     start = {name: value.clone() for name, value in layer.state_dict().items()}
-    for mesh in meshes.values():
-        states = []
-        for split in (False, True):
-            layer.load_state_dict(start)
-            with torch.no_grad():
-                for image in images:
-                    layer(shard(image, mesh) if split else image)
-            states.append({name: value.clone() for name, value in layer.state_dict().items()})
-        for name, value in states[0].items():
-            close(states[1][name].double(), value.double(), f"{what}: {name} on {mesh.grid} ")
+    plain: dict[str, Tensor] = {}
+    for mesh in [None, *meshes.values()]:
         layer.load_state_dict(start)
-        operation, parameters = as_operation(layer)
-        check(operation, images[0], parameters, mesh, f"{what} on {mesh.grid}")
+        with torch.no_grad():
+            for image in images:
+                layer(image if mesh is None else shard(image, mesh))
+        if mesh is None:
+            state = layer.state_dict().items()
+            plain = {name: value.to(torch.float64, copy=True) for name, value in state}
+            continue
+        for name, value in layer.state_dict().items():
+            close(value.double(), plain[name], f"{what}: {name} on {mesh.grid} ")
+    layer.load_state_dict(start)
+    operation, parameters = as_operation(layer)
+    check(operation, images[0], parameters, meshes, what)
 
 
 SIZE, SIGNAL, VOLUME = (2, 6, 13, 9), (2, 4, 8), (2, 4, 7, 6, 9)

@@ -50,15 +50,11 @@ EXACT = set(_EXACT.split())
 layer_norm and matmul are not here: the database has no sample of theirs that keeps an image."""
 
 _FAST = """
-    add mul div.no_rounding_mode where clamp masked_fill exp sqrt sigmoid eq to clone
-    nn.functional.relu nn.functional.gelu nn.functional.glu nn.functional.conv2d
-    nn.functional.conv_transpose2d
-    nn.functional.max_pool2d nn.functional.avg_pool2d nn.functional.adaptive_avg_pool2d
-    nn.functional.interpolate.nearest nn.functional.interpolate.bilinear
-    nn.functional.pixel_shuffle nn.functional.pad.reflect nn.functional.instance_norm
-    nn.functional.group_norm nn.functional.layer_norm nn.functional.dropout sum mean amax var
-    softmax cat stack chunk narrow __getitem__ permute reshape squeeze flip roll
-    nn.functional.cross_entropy nn.functional.mse_loss sort cumsum linalg.svd fft.fft2
+    add div.no_rounding_mode where masked_fill eq to nn.functional.gelu nn.functional.glu
+    nn.functional.conv2d nn.functional.max_pool2d nn.functional.adaptive_avg_pool2d
+    nn.functional.interpolate.bilinear nn.functional.pad.reflect nn.functional.group_norm
+    nn.functional.layer_norm nn.functional.dropout sum amax var softmax cat chunk __getitem__
+    permute squeeze roll nn.functional.mse_loss sort linalg.svd
 """
 FAST = _FAST.split()
 

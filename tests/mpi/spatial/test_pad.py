@@ -90,8 +90,11 @@ CASES: Cases = {
             (1, 2, 8, 8),
             [],
         )
-        for mode in ("replicate", "reflect")
-        for pads in ((5, -9), (-9, 6), (4, -8), (-3, 2))
+        for mode, some in (
+            ("replicate", ((5, -9), (-9, 6), (4, -8), (-3, 2))),
+            ("reflect", ((5, -9), (-9, 6))),
+        )
+        for pads in some
     },
     "a convolution by unfold": (convolved, (2, 3, 9, 8), [(5, 3 * 9)]),
     "windows where ranks have none": (

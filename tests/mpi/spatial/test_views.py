@@ -17,10 +17,10 @@ from tests.mpi.equality import (
     check_keyed,
     close,
     drawn,
-    every_mesh,
     parameter,
     seeds,
     several_ranks,
+    some_meshes,
 )
 from tests.mpi.spatial.shared import Cases, tokens
 
@@ -76,8 +76,7 @@ def test_views(name: str, meshes: dict) -> None:
     check_keyed(VIEWS[name], PLAIN, [], meshes, name)
     if "view" not in name:
         last = drawn(0, *PLAIN).contiguous(memory_format=torch.channels_last)
-        for mesh in meshes.values():
-            check(VIEWS[name], last, [], mesh, f"{name}, channels last, on {mesh.grid} ")
+        check(VIEWS[name], last, [], meshes, f"{name}, channels last")
 
 
 ONE_PIXEL: dict[str, Operation] = {
@@ -190,8 +189,7 @@ VOLUMES: dict[str, Operation] = {
 @pytest.mark.parametrize("name", VOLUMES)
 def test_views_of_volumes(name: str) -> None:
     image = parameter(random.Random(3), 2, 4, 6, 8, 12)
-    for mesh in every_mesh(3).values():
-        check(VOLUMES[name], image, [], mesh, f"{name} on {mesh.grid}")
+    check(VOLUMES[name], image, [], some_meshes(3), name)
 
 
 # --- joined with each other, and with whole ones
@@ -214,14 +212,13 @@ JOINS: dict[str, Operation] = {
 @pytest.mark.parametrize("name", JOINS)
 def test_join(name: str, seed: int, meshes: dict) -> None:
     rng = random.Random(seed)
-    for mesh in meshes.values():
-        shape = 2, 3, rng.randint(5, 12), rng.randint(4, 12)
-        image, whole = parameter(rng, *shape), parameter(rng, *shape)
+    shape = 2, 3, rng.randint(5, 12), rng.randint(4, 12)
+    image, whole = parameter(rng, *shape), parameter(rng, *shape)
 
-        def join(x: Tensor, whole: Tensor) -> Tensor:
-            return JOINS[name](x, whole) + whole.sum()
+    def join(x: Tensor, whole: Tensor) -> Tensor:
+        return JOINS[name](x, whole) + whole.sum()
 
-        check(join, image, [whole], mesh, f"{name} of {shape} on {mesh.grid}")
+    check(join, image, [whole], meshes, f"{name} of {shape}")
 
 
 def test_types_are_promoted_and_labels_joined(meshes: dict) -> None:

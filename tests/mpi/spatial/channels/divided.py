@@ -15,8 +15,8 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
 from spatialdl.layout.partition import Partition
 from spatialdl.spatial.channels import tensor
-from spatialdl.spatial.channels.moves import own_part
-from spatialdl.spatial.channels.tensor import ChannelTensor, whole_of
+from spatialdl.spatial.channels.moves import local_part
+from spatialdl.spatial.channels.tensor import ChannelTensor, all_channels
 from spatialdl.spatial.channels.weights import divide, uses_of, without_data
 from tests.mpi.device import DEVICE, REFERENCE
 
@@ -31,7 +31,7 @@ def drawn(*shape: int, seed: int = 3) -> Tensor:
 def channels(whole: Tensor, at: int = 1, partition: Partition | None = None) -> ChannelTensor:
 
     partition = partition or Partition.even(whole.shape[at], WORLD.size)
-    own = own_part(whole.detach(), at, partition, WORLD.rank).clone().to(DEVICE)
+    own = local_part(whole.detach(), at, partition, WORLD.rank).clone().to(DEVICE)
     own.requires_grad_(whole.requires_grad)
     return ChannelTensor(own, at, partition, WORLD)
 
@@ -53,7 +53,7 @@ def assert_as_whole(
     expected = operation(*((x * 1).to(REFERENCE) for x in references))
     leaves = [channels(x.requires_grad_(), at, partition) for x in wholes]
     given = operation(*(one.like(one.part * 1) for one in leaves))
-    whole = whole_of(given)
+    whole = all_channels(given)
     expected = expected.cpu()
     torch.testing.assert_close(whole.detach().cpu(), expected.detach(), rtol=0, atol=1e-12)
     weights = torch.randn(expected.shape, dtype=expected.dtype)
@@ -61,7 +61,7 @@ def assert_as_whole(
     (whole * weights.to(DEVICE)).sum().backward()
     for one, reference in zip(leaves, references, strict=True):
         assert reference.grad is not None
-        wanted = own_part(reference.grad, one.at, one.partition, WORLD.rank)
+        wanted = local_part(reference.grad, one.at, one.partition, WORLD.rank)
         torch.testing.assert_close(one.part.grad.cpu(), wanted, rtol=0, atol=1e-12)
     return given
 
@@ -75,7 +75,7 @@ def no_gathers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor, "on_all_channels", refuse)
-        patch.setattr(tensor, "gathered", refuse)
+        patch.setattr(tensor, "gather", refuse)
         yield
 
 

@@ -222,14 +222,14 @@ class Swin(nn.Module):
 
 Network = tuple[Callable[[], nn.Module], tuple[int, ...]]
 NETWORKS: dict[str, Network] = {
-    "resnet18": (lambda: resnet18(5, width=8), (3, 65, 57)),
+    "resnet18": (lambda: resnet18(5, width=8), (3, 37, 29)),
     "amoebanet_d": (lambda: amoebanet_d(5, layers=3, filters=16), (3, 64, 48)),
-    "unet": (lambda: unet(5, width=6, depth=3), (3, 45, 37)),
-    "unet3d": (lambda: unet3d(5, width=5, depth=2), (1, 17, 13, 11)),
-    "vit": (lambda: VisionTransformer(5, patch=8, width=24, depth=2, heads=4), (3, 40, 32)),
+    "unet": (lambda: unet(5, width=6, depth=3), (3, 29, 21)),
+    "unet3d": (lambda: unet3d(5, width=5, depth=2), (1, 11, 9, 7)),
+    "vit": (lambda: VisionTransformer(5, patch=8, width=24, depth=2, heads=4), (3, 24, 16)),
     "tokens": (Tokens, (3, 40, 32)),
     "tokens, spelled out": (lambda: Tokens(fused=False), (3, 40, 32)),
-    "swin": (Swin, (3, 60, 52)),
-    "mobile": (Mobile, (3, 36, 30)),
+    "swin": (Swin, (3, 36, 28)),
+    "mobile": (Mobile, (3, 20, 18)),
     "grouped": (Grouped, (3, 21, 18)),
 }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl.layout.partition import Partition
-from spatialdl.spatial.channels.tensor import whole_of
+from spatialdl.spatial.channels.tensor import all_channels
 from spatialdl.spatial.channels.weights import Weight  # noqa: F401  (registers all operations)
 from spatialdl.spatial.random import keyed
 from tests.mpi.device import DEVICE
@@ -104,7 +104,7 @@ def test_masks_of_any_shape_go_to_the_heads_that_a_rank_has(shape: str, fused: b
     for divided in (False, True):
         mask = mask_of(MASKS[shape], False).to(DEVICE if divided else "cpu").requires_grad_()
         q, k, v = (channels(one) if divided else one for one in features())
-        y = whole_of(within(attention)(q, k, v, mask))
+        y = all_channels(within(attention)(q, k, v, mask))
         (y * drawn(*y.shape, seed=7).to(y.device)).sum().backward()
         grads += [(mask.grad.cpu(), y.detach().cpu())]
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-12)

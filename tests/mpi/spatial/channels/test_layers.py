@@ -12,11 +12,11 @@ from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.layout.partition import Partition, joined
 from spatialdl.spatial.channels.moves import (
     all_gather,
-    own_part,
+    local_part,
     reduce_scatter,
 )
-from spatialdl.spatial.channels.tensor import ChannelTensor, whole_of
-from spatialdl.spatial.channels.weights import Use, divide, whole_state
+from spatialdl.spatial.channels.tensor import ChannelTensor, all_channels
+from spatialdl.spatial.channels.weights import Use, divide, full_state
 from tests.mpi.device import DEVICE
 from tests.mpi.spatial.channels.divided import WORLD, channels, drawn
 
@@ -40,7 +40,7 @@ def assert_layer(layer: nn.Module, x: Tensor, ats: dict[str, int], divided: bool
     divide(layer.to(DEVICE), uses, WORLD)
     own: Any = channels(x.requires_grad_()) if divided else x.to(DEVICE).detach().requires_grad_()
     given = layer(own.like(own.part * 1) if divided else own)
-    whole = whole_of(given)
+    whole = all_channels(given)
     torch.testing.assert_close(whole.detach().cpu(), reference, rtol=0, atol=1e-12)
     (whole * weights.to(DEVICE)).sum().backward()
     grad_x = own.like(own.part.grad).full_tensor() if divided else own.grad
@@ -48,7 +48,7 @@ def assert_layer(layer: nn.Module, x: Tensor, ats: dict[str, int], divided: bool
     with torch.no_grad():
         for one in layer.parameters():
             one.copy_(one.grad)
-    found = whole_state(layer)
+    found = full_state(layer)
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name].cpu(), grad, rtol=0, atol=1e-12)
     return given
@@ -94,7 +94,7 @@ def test_groups_are_divided(kind: Any, groups: int):
         divide(layer, {"weight": use}, WORLD)
         given = layer(channels(x))
         assert isinstance(given, ChannelTensor)
-        torch.testing.assert_close(whole_of(given).detach(), whole, rtol=0, atol=1e-12)
+        torch.testing.assert_close(all_channels(given).detach(), whole, rtol=0, atol=1e-12)
 
 
 NORMS = {
@@ -161,7 +161,7 @@ def test_sums_of_halves_are_rounded_once(outputs: int, dtype: torch.dtype):
     given = layer(channels(x))
     assert given.dtype == dtype
     wanted = torch.full((3, outputs), large + RANKS, dtype=torch.float32).to(dtype)
-    assert torch.equal(whole_of(given).cpu(), wanted)
+    assert torch.equal(all_channels(given).cpu(), wanted)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -171,7 +171,7 @@ def test_gradients_of_halves_are_rounded_once(dtype: torch.dtype):
         layer.weight[0] = large  # of the first output
     x = channels(torch.ones(3, RANKS, dtype=dtype).requires_grad_())
     divide(layer.to(DEVICE), {"weight": Use(0, Partition.even(RANKS, RANKS), True)}, WORLD)
-    whole_of(layer(x)).sum().backward()
+    all_channels(layer(x)).sum().backward()
     wanted = torch.full((3, 1), large + RANKS - 1, dtype=torch.float32).to(dtype)
     assert torch.equal(x.part.grad.cpu(), wanted)
 
@@ -201,7 +201,7 @@ def test_what_is_divided_is_gathered_again(name: str, at: int, channels_last: bo
     whole = on_device(*shape)
     if channels_last:
         whole = whole.to(memory_format=torch.channels_last)
-    part = own_part(whole, at, partition, WORLD.rank)
+    part = local_part(whole, at, partition, WORLD.rank)
     assert torch.equal(all_gather(part, at, partition, WORLD), whole)
     total = reduce_scatter(whole, at, partition, WORLD)
     torch.testing.assert_close(total, part * RANKS, rtol=0, atol=1e-12)

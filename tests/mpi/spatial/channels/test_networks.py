@@ -83,7 +83,7 @@ def gathers_of(model: nn.Module, x: Tensor) -> list[str]:
         return called
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), keyed(0, 0):
-        for name in ("on_all_channels", "gathered"):
+        for name in ("on_all_channels", "gather"):
             patch.setattr(tensor, name, listed(name))
         model(x)
     return gathers
@@ -94,15 +94,16 @@ def gathers_of(model: nn.Module, x: Tensor) -> list[str]:
 def test_steps_are_those_of_one_process(name: str, recompute: bool):
     """Loss, weights and buffers; each rank has its share of the weights and of activations.
 
-    On all ranks, and with half of them on tiles or replicas.
+    On all ranks, and of every other network with half of them on tiles or replicas.
     """
     make, shape = NETWORKS[name]
     torch.manual_seed(7)
     start = make().double()
     plain, images = copy.deepcopy(start), torch.randn(2, *shape, dtype=torch.float64)
     expected = run_steps(plain, images, 2)
-    layouts = LAYOUTS[WORLD.size]
-    for ranks, tiles, data in [*layouts[:1], *layouts[1 + (len(name) + recompute) % 2 :][:1]]:
+    first, *others = LAYOUTS[WORLD.size]
+    at = list(NETWORKS).index(name) + recompute
+    for ranks, tiles, data in [first, *others[at // 2 % 2 :][: at % 2]]:
         network = copy.deepcopy(start)
         if recompute:
             spatialdl.recompute_blocks(network)
@@ -174,7 +175,7 @@ def test_einsum_of_split_images_with_divided_channels(equation: str):
     for one in (given, expected):
         one.square().sum().backward()
     weight = weights_of(network)["weight"]
-    whole = weight.whole(weight.part.grad)
+    whole = weight.full(weight.part.grad)
     torch.testing.assert_close(whole, reference.weight.grad, rtol=0, atol=1e-12)
 
 

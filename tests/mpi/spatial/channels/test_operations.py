@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.spatial.channels.tensor import ChannelTensor, is_pointwise, whole_of
+from spatialdl.spatial.channels.tensor import ChannelTensor, all_channels, is_pointwise
 from spatialdl.spatial.channels.weights import Weight  # noqa: F401  (registers all operations)
 from spatialdl.spatial.random import keyed
 from tests.mpi.device import DEVICE
@@ -188,7 +188,7 @@ def test_what_all_ranks_have_meets_the_channels_that_it_belongs_to():
             divided, whole = channels(x), other.to(DEVICE)
             given = (whole.expand_as(divided) if expand else whole) * divided
             assert isinstance(given, ChannelTensor)
-            (whole_of(given).cpu() * weights).sum().backward()
+            (all_channels(given).cpu() * weights).sum().backward()
             torch.testing.assert_close(other.grad, reference.grad, rtol=0, atol=1e-12)
 
 
@@ -200,7 +200,7 @@ def test_dropout_drops_what_one_process_drops(function: Any):
     with keyed(1, 2), no_gathers():
         given = function(channels(x), 0.4, True)
     assert isinstance(given, ChannelTensor)
-    torch.testing.assert_close(whole_of(given).cpu(), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(all_channels(given).cpu(), expected, rtol=0, atol=1e-12)
 
 
 # --- what would be lost is refused

@@ -16,10 +16,10 @@ import spatialdl
 from spatialdl.layout.partition import Partition
 from spatialdl.spatial.channels.weights import (
     check_plan,
-    own_state,
+    full_state,
+    local_state,
     uses_of,
     weights_of,
-    whole_state,
     without_data,
 )
 from tests.mpi.device import DEVICE
@@ -45,13 +45,13 @@ def test_whole_weights_come_and_go():
     network = Block()
     state = copy.deepcopy(network.state_dict())
     divided(network, torch.randn(2, 3, 6, 6))
-    whole = whole_state(network)
+    whole = full_state(network)
     assert list(whole) == list(state)
     assert all(torch.equal(whole[name], one) for name, one in state.items())
     other = {name: one + 1 for name, one in state.items()}
-    network.load_state_dict(own_state(network, other))
-    assert torch.equal(whole_state(network)["wide.weight"], other["wide.weight"])
-    network.load_state_dict(own_state(network, network.state_dict()))  # parts, too
+    network.load_state_dict(local_state(network, other))
+    assert torch.equal(full_state(network)["wide.weight"], other["wide.weight"])
+    network.load_state_dict(local_state(network, network.state_dict()))  # parts, too
 
 
 def test_a_copy_has_weights_of_its_own():
@@ -59,8 +59,8 @@ def test_a_copy_has_weights_of_its_own():
     copied = copy.deepcopy(network)
     with torch.no_grad():
         copied.wide.weight.part.fill_(0)
-    assert float(whole_state(copied)["wide.weight"].abs().sum()) == 0
-    assert float(whole_state(network)["wide.weight"].abs().sum()) > 0
+    assert float(full_state(copied)["wide.weight"].abs().sum()) == 0
+    assert float(full_state(network)["wide.weight"].abs().sum()) > 0
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,26 +16,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from spatialdl.comm.agreement import broadcast_state
-from spatialdl.comm.gradients import Reducer, lane_of
+from spatialdl.comm.agreement import Agreement, broadcast_state
+from spatialdl.comm.gradients import Reducer, Replicated, average_, lane_of
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import max_over_ranks, sum_over_ranks
-from spatialdl.spatial.agreed import note_averaged, watched
-from spatialdl.spatial.averaging import Averaging
 from spatialdl.spatial.channels.weights import (
     Plan,
     check_plan,
     divide,
-    own_state,
+    full_outputs,
+    full_state,
+    local_state,
     renew,
     uses_of,
     weights_of,
-    whole_outputs,
-    whole_state,
     without_data,
 )
+from spatialdl.spatial.gradient_checks import hook_result, note_averaged
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.random.streams import thread
+from spatialdl.torch_internals import (
+    current_graph_task_id,
+    queue_callback,
+    will_engine_execute_node,
+)
 
 
 def average_gradients(model: nn.Module, mesh: Mesh) -> None:
@@ -51,10 +56,7 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
         ValueError: a parameter is trained on some ranks only, or the ranks' weights differ, which
             is checked in the first steps and then occasionally.
     """
-    if mesh.agreement is not None:
-        mesh.agreement.weights(model.parameters())
-    Reducer([mesh.replicated(model)]).reduce()
-    note_averaged(model.parameters())
+    Averaging(mesh.replicated(model), mesh.agreement).average()
 
 
 def full_state_dict(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
@@ -66,7 +68,7 @@ def full_state_dict(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
         model: a network, or a `SpatialParallel` of one.
         mesh: its ranks.
     """
-    return whole_state(model.module if isinstance(model, SpatialParallel) else model)
+    return full_state(model.module if isinstance(model, SpatialParallel) else model)
 
 
 @torch.no_grad()
@@ -99,6 +101,114 @@ def clip_grad_norm_(
         total = powers ** (1 / norm_type)
     clip_grads_with_norm_(parameters, max_norm, total)
     return total
+
+
+class Averaging:
+    """Averages gradients of a network over the ranks that hold copies of it.
+
+    Either once, by `average`; or in each backward from `follow` on, those that are accumulated and
+    those that ``torch.autograd.grad`` returns.
+
+    Args:
+        network: the network with the trained parameters.
+        agreement: of its mesh.
+
+    Attributes:
+        accumulates: whether backwards accumulate local gradients, which the next backward with
+            False averages.
+    """
+
+    accumulates = False
+
+    def __init__(self, network: Replicated, agreement: Agreement | None) -> None:
+        self._network, self._agreement = network, agreement
+        self._reducer = Reducer([network])
+        self._handles: list[Any] = []
+        self._running = False
+        self._returned: dict[int, Tensor] = {}
+        self._task = -1
+        self._returns = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Averaging:
+        """Averages a copy of the network over the same ranks; creates no communicator."""
+        module = copy.deepcopy(self._network.module, memo)
+        return Averaging(replace(self._network, module=module), self._agreement)
+
+    def follow(self) -> None:
+        """Hook all parameters that are trained now.
+
+        Raises:
+            RuntimeError: the last backward raised an error.
+        """
+        if self._running:
+            if current_graph_task_id() == -1:
+                raise RuntimeError(
+                    "the last backward raised an error before its gradients were averaged, and "
+                    "ranks have sent different numbers of them: restart the program"
+                )
+        elif self._reducer.follow():
+            for handle in self._handles:
+                handle.remove()
+            self._handles = [
+                parameter.register_hook(partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
+                for number, parameter in enumerate(self._reducer.trained)
+            ]
+
+    def close(self) -> None:
+        """Remove the hooks and stop averaging."""
+        self._reducer.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def average(self) -> None:
+        """Average the gradients that are not averaged yet; collective."""
+        parameters = list(self._network.module.parameters())
+        if self._agreement is not None:
+            self._agreement.weights(parameters)
+        self._reducer.reduce()
+        self._running = False
+        note_averaged(parameters)
+
+    def _on_gradient(self, number: int, grad: Tensor) -> Tensor | None:
+        """Hook of a gradient before it is accumulated or returned by ``torch.autograd.grad``."""
+        task = current_graph_task_id()
+        if task != self._task:
+            self._task, self._returns = task, _is_returned(self._reducer.trained[number])
+            self._returned = {}
+        if not self._returns:
+            if not self._running and not self.accumulates:
+                self._running = True
+                self._reducer.last_backward(self._network.module)
+                queue_callback(self.average)
+            return None
+        if not self._returned:
+            queue_callback(self._average_returned)
+        self._returned[number] = grad.clone()
+        return self._returned[number]
+
+    @torch.no_grad()
+    def _average_returned(self) -> None:
+        returned, self._returned = self._returned, {}
+        own = [number in returned for number in range(len(self._reducer.trained))]
+        comm = self._network.comm
+        counts = sum_over_ranks(comm, torch.tensor(own, dtype=torch.int32), "gradients returned")
+        if bool(((counts > 0) & (counts < comm.size)).any()):
+            raise RuntimeError(
+                "torch.autograd.grad returned gradients of some parameters on some ranks only, "
+                "which cannot be averaged: call backward(), which counts a missing gradient as zero"
+            )
+        average_((returned[n] for n in sorted(returned)), comm, self._network.copies)
+
+
+def _is_returned(parameter: nn.Parameter) -> bool:
+    """Whether the current backward returns the gradient of a leaf (``autograd.grad``)."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        will_engine_execute_node(node)
+    except RuntimeError:  # PyTorch raises for such leaves
+        return True
+    return False
 
 
 class SpatialParallel(nn.Module):
@@ -162,7 +272,7 @@ class SpatialParallel(nn.Module):
         if self._mesh.tensor == 1:
             return self.module(*args, **kwargs)
         with self._drawing():
-            return watched((args, kwargs), whole_outputs(self.module(*args, **kwargs)))
+            return hook_result((args, kwargs), full_outputs(self.module(*args, **kwargs)))
 
     def _drawing(self) -> AbstractContextManager[object]:
         """The context in which ranks of the tensor axis draw equal random numbers."""
@@ -183,7 +293,7 @@ class SpatialParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load into the network itself; divided weights may be whole or this rank's part."""
         weights = weights_of(self.module).values()
-        result = self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
+        result = self.module.load_state_dict(local_state(self.module, state_dict), *args, **kwargs)
         renew(weights)  # assign=True replaces parameters
         return result
 

@@ -11,11 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spatialdl.comm.agreement import Agreement
@@ -28,7 +24,7 @@ from spatialdl.torch_internals import (
 )
 
 
-def watched(arguments: Any, result: Any, compares: bool = True) -> Any:
+def hook_result(arguments: Any, result: Any, compares: bool = True) -> Any:
     """Hook the result of an operation on a split image, in a step that is compared.
 
     Args:
@@ -50,7 +46,7 @@ def watched(arguments: Any, result: Any, compares: bool = True) -> Any:
     return result
 
 
-def leave_alone(roots: Iterable[Any]) -> None:
+def skip_comparison(roots: Iterable[Any]) -> None:
     """Disable the comparison in a backward that begins at split images."""
     for root in roots:
         if is_spatial(root):
@@ -68,7 +64,7 @@ def _hook(value: Tensor, agreement: Agreement, compares: bool) -> None:
 # --- gradients that were not averaged
 
 
-class _Noted:
+class _Gradients:
     unaveraged: Any = WeakIdKeyDictionary()
     """For each parameter of a split operation, whether its gradient is not averaged."""
 
@@ -78,48 +74,33 @@ class _Noted:
 def _note_parameters(arguments: Iterable[Any], rank: int) -> None:
     for value in arguments:
         is_trained = isinstance(value, nn.Parameter) and value.requires_grad
-        if is_trained and not is_spatial(value) and value not in _Noted.unaveraged:
-            _Noted.unaveraged[value] = False
+        if is_trained and not is_spatial(value) and value not in _Gradients.unaveraged:
+            _Gradients.unaveraged[value] = False
             value.register_post_accumulate_grad_hook(_note_gradient)
-    if not _Noted.is_hooked and rank == 0:  # one warning is enough
-        _Noted.is_hooked = True
-        register_optimizer_step_pre_hook(_look_before_step)
-        register_optimizer_step_post_hook(_look_after_step)
+    if not _Gradients.is_hooked and rank == 0:  # one warning is enough
+        _Gradients.is_hooked = True
+        register_optimizer_step_post_hook(_look_at_gradients)
 
 
 def _note_gradient(parameter: Tensor) -> None:
-    _Noted.unaveraged[parameter] = True
+    _Gradients.unaveraged[parameter] = True
 
 
 def note_averaged(parameters: Iterable[nn.Parameter]) -> None:
     """Record that the gradients of these parameters were averaged."""
     for parameter in parameters:
-        if _Noted.unaveraged.get(parameter):
-            _Noted.unaveraged[parameter] = False
+        if _Gradients.unaveraged.get(parameter):
+            _Gradients.unaveraged[parameter] = False
 
 
-def _look_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _has_closure(args, kwargs):
-        _look_at_gradients(optimizer)
-
-
-def _look_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check after a step with a closure (always in Lightning), which includes the backward."""
-    if _has_closure(args, kwargs):
-        _look_at_gradients(optimizer)
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-
-
-def _look_at_gradients(optimizer: Optimizer) -> None:
-    if _Noted.has_warned:
+def _look_at_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Check after a step, which may include the backward (always in Lightning)."""
+    if _Gradients.has_warned:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None and _Noted.unaveraged.get(parameter):
-                _Noted.has_warned = True
+            if parameter.grad is not None and _Gradients.unaveraged.get(parameter):
+                _Gradients.has_warned = True
                 warnings.warn(
                     f"{type(optimizer).__name__} steps on gradients of a split image that were "
                     "never averaged over the ranks: call spatialdl.average_gradients(model, mesh) "

@@ -62,15 +62,12 @@ def test_pixel_shuffle_and_unshuffle(seed: int, meshes: dict) -> None:
     rng = random.Random(seed)
     factor = 1 + (seed + 1) % 4
     both = nn.Sequential(nn.PixelShuffle(factor), nn.PixelUnshuffle(factor))
-    for grid, mesh in meshes.items():
-        height, width = (factor * rng.randint(max(1, -(-n // factor)), 9) for n in grid)
-        image = parameter(rng, 2, 2 * factor * factor, height, width)
-        if seed % 2:
-            image = image.contiguous(memory_format=torch.channels_last)
-        what = f"{tuple(image.shape)} by {factor} on {grid}"
-        check(lambda x: F.pixel_shuffle(x, factor), image, [], mesh, what)
-        check(lambda x: F.pixel_unshuffle(x, factor), image, [], mesh, what)
-        check(both, image, [], mesh, what)
+    height, width = (factor * rng.randint(-(-4 // factor), 9) for _ in range(2))
+    image = parameter(rng, 2, 2 * factor * factor, height, width)
+    if seed % 2:
+        image = image.contiguous(memory_format=torch.channels_last)
+    for turn in (lambda x: F.pixel_unshuffle(x, factor), both):
+        check(turn, image, [], meshes, f"{tuple(image.shape)} by {factor}")
 
 
 def squeeze(x: Tensor) -> Tensor:
