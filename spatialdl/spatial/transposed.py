@@ -21,14 +21,13 @@ from spatialdl.spatial.autocast import autocast_cast
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
 from spatialdl.spatial.window import WindowMove, check_image, per_dim, windows_of
 from spatialdl.spatial.window_function import (
+    Convolution,
     Gradients,
     Needs,
     apply_to_window,
     per_channel,
     stride_for,
 )
-
-aten = torch.ops.aten
 
 _FORWARD: dict[int, Any] = {
     1: torch.conv_transpose1d,
@@ -38,7 +37,7 @@ _FORWARD: dict[int, Any] = {
 
 
 @dataclass(frozen=True)
-class TransposedConvolution:
+class TransposedConvolution(Convolution):
     """The `WindowFunction` of a transposed convolution of a rank's inputs.
 
     Attributes:
@@ -47,10 +46,6 @@ class TransposedConvolution:
             after, or, if negative, outputs to crop.
     """
 
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    padding: tuple[int, ...]
     fit: tuple[int, ...]
 
     @property
@@ -74,24 +69,10 @@ class TransposedConvolution:
         return y + per_channel(bias, y) if outside and bias is not None else y
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, needs: Needs) -> Gradients:
-        if not any(needs):
-            return None, None, None
         if any(self.fit):
             grad = F.pad(grad, tuple(-count for count in self.fit))
-        grads: Gradients = aten.convolution_backward(
-            grad,
-            x,
-            weight,
-            None,
-            stride_for(x.shape[-1], self.stride, x),
-            self.padding,
-            self.dilation,
-            True,
-            (0,) * len(self.stride),
-            self.groups,
-            needs,
-        )
-        return grads
+        stride = stride_for(x.shape[-1], self.stride, x)
+        return self.gradients(grad, x, weight, needs, stride, transposed=True)
 
 
 def _fit(need: tuple[int, int], output: tuple[int, int], window: Window) -> tuple[int, int, int]:

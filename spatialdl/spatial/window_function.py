@@ -199,18 +199,29 @@ class Convolution:
         return y if stride == self.stride else y[..., :1].contiguous()
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, needs: Needs) -> Gradients:
+        return self.gradients(grad, x, weight, needs, self.stride)
+
+    def gradients(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        needs: Needs,
+        stride: tuple[int, ...],
+        transposed: bool = False,
+    ) -> Gradients:
         if not any(needs):
             return None, None, None
         grads: Gradients = aten.convolution_backward(
             grad,
             x,
             weight,
-            [weight.shape[0]],
-            self.stride,
+            [weight.shape[0]] if needs[2] else None,
+            stride,
             self.padding,
             self.dilation,
-            False,
-            (0,) * len(self.stride),
+            transposed,
+            (0,) * len(stride),
             self.groups,
             needs,
         )

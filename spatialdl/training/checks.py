@@ -212,17 +212,24 @@ def _check_intervals(trainer: DictConfig) -> None:
     """Check intervals, patience and numbers of checkpoints."""
     numbers = {
         "validate_every": (trainer.validate_every, 1),
+        "validate_every_epochs": (trainer.validate_every_epochs, 1),
         "checkpoint.every_steps": (trainer.checkpoint.every_steps, 1),
+        "checkpoint.every_epochs": (trainer.checkpoint.every_epochs, 1),
         "early_stopping.patience": (trainer.early_stopping.patience, 1),
         "checkpoint.keep": (trainer.checkpoint.keep, 0),
     }
+    needed = ("validate_every_epochs", "early_stopping.patience", "checkpoint.keep")
     units = {"checkpoint.keep": "checkpoints", "early_stopping.patience": "validation"}
     for key, (value, least) in numbers.items():
-        if value is None and key not in units:
+        if value is None and key not in needed:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            unit = units.get(key, "step, or null")
-            raise ValueError(f"trainer.{key}={value} must be at least {least} {unit}")
+            unit = units.get(key, "epoch" if "epoch" in key else "step")
+            null = "" if key in needed else ", or null"
+            raise ValueError(f"trainer.{key}={value} must be at least {least} {unit}{null}")
+    delta = trainer.early_stopping.min_delta
+    if not isinstance(delta, int | float) or not delta >= 0:
+        raise ValueError(f"trainer.early_stopping.min_delta={delta} must be 0 or above")
 
 
 # --- size of stored images

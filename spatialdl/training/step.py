@@ -42,8 +42,10 @@ class TrainingStep:
     ) -> None:
         self._pipeline, self._update = pipeline, update
         self._mixup, self._num_classes, self._seed = mixup, num_classes, int(config.seed)
+        self._guard: Guard | None = None
         is_scaled = pipeline.mixed is torch.float16  # gradients of a scaled loss may overflow
-        self._guard = Guard(pipeline, world, gradients=not is_scaled)
+        if config.trainer.stop_on_nan:
+            self._guard = Guard(pipeline, world, gradients=not is_scaled)
 
     def run(self, batch: list[Microbatch], step: int) -> float:
         """Run one step.
@@ -56,7 +58,7 @@ class TrainingStep:
             This rank's part of the loss of the whole batch.
 
         Raises:
-            NotFinite: on all ranks, if the loss or a gradient on any rank is not finite.
+            NotFinite: on all ranks, if a NaN check fails.
         """
         pipeline = self._pipeline
         microbatches = mixed(
@@ -68,19 +70,28 @@ class TrainingStep:
             pipeline.replica,
             pipeline.placement.data,
         )
-        scale = self._update.scale
-        own = self._guard.run(step + 1, lambda: pipeline.train_step(microbatches, step, scale))
+        own = self._forward_and_backward(microbatches, step)
         with trace.span("compute", "optimizer"):
             self._update.step()
         return own
 
     def check_weights(self, step: int) -> None:
-        """Check the weights before a checkpoint.
+        """Check the weights before a checkpoint if ``trainer.stop_on_nan`` is set.
 
         Raises:
             NotFinite: on all ranks, if a weight on any rank is not finite.
         """
-        self._guard.check_weights(step)
+        if self._guard is not None:
+            self._guard.check_weights(step)
+
+    def _forward_and_backward(self, microbatches: list[Microbatch], step: int) -> float:
+        """This rank's part of the loss, after the NaN checks of all ranks."""
+        scale = self._update.scale
+
+        def run() -> float:
+            return self._pipeline.train_step(microbatches, step, scale)
+
+        return run() if self._guard is None else self._guard.run(step + 1, run)
 
 
 _MIXUP = 0x6D697875  # separates the random stream from others of the same seed

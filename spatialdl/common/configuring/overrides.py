@@ -48,21 +48,14 @@ ELSEWHERE = {
 """Names in other frameworks, where no key here is similar."""
 
 REMOVED = {
-    "debug=detect_nan": "the command without it, as every run stops at NaN and names the layer",
-    "trainer.stop_on_nan": "the command without it, as every run stops at NaN and names the layer",
+    "debug=detect_nan": "trainer.stop_on_nan=true, the default, which repeats the step and names "
+    "the layer",
     **{
         f"logger.{name}.images": "spatialdl.evaluate, which draws the worst samples; loggers get "
         "the pictures of the run"
         for name in ("tensorboard", "wandb", "mlflow")
     },
     "parallel.balance": "parallel.cut for other stages than those balanced by operation counts",
-    "parallel.gems.times": "parallel.gems.variant=master, which alternates every two micro-batches",
-    "optimizer.nesterov": "+optimizer.nesterov=true, as for every argument of an optimizer",
-    "trainer.validate_every_epochs": "trainer.validate_every with a number of steps",
-    "trainer.checkpoint.every_epochs": "trainer.checkpoint.every_steps; null: one at the end of each "
-    "epoch",
-    "trainer.early_stopping.min_delta": "trainer.early_stopping.patience, as every improvement "
-    "counts",
     "trainer.compile": "the command without it, which compiled only stages that split no image",
     "optimizer.base_batch": "the learning rate of your batch, optimizer.lr",
     "optimizer.scale_lr": "the learning rate of your batch, optimizer.lr",

@@ -183,7 +183,7 @@ def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
     has_stages = found["stages"] > found["interleave"]
     variants = ("none", "basic", "mast", "master") if has_stages else ("none",)
     variant = one(*variants) if found["interleave"] == 1 else "none"
-    schedule = "gpipe"
+    schedule, times = "gpipe", one(1, 2) if variant == "master" else 1
     if found["interleave"] > 1:
         schedule = "interleaved"
     elif variant == "none":
@@ -193,7 +193,8 @@ def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
         **found,
         "schedule": schedule,
         "gems.variant": variant,
-        "microbatches": one(1, 2, 3, 4) if variant == "none" else 2 * one(1, 2),
+        "gems.times": times,
+        "microbatches": one(1, 2, 3, 4) if variant == "none" else 2 * times * one(1, 2),
         "recompute": one("none", "none", "block", "stage"),
         "sync_batchnorm": found["data"] > 1 and one(False, False, True),
         "shard_state": can_shard and one(False, False, True),
@@ -202,7 +203,7 @@ def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
 
 OPTIMIZERS: list[Keys] = [
     {"name": "sgd", "lr": 0.05},
-    {"name": "sgd", "lr": 0.05, "+nesterov": True},
+    {"name": "sgd", "lr": 0.05, "nesterov": True},
     {"name": "adamw", "lr": 0.01},
     {"name": "lars", "lr": 1.0, "trust": 0.01},
     {"name": "lamb", "lr": 0.01},
