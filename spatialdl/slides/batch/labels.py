@@ -12,7 +12,6 @@ from spatialdl.slides.reading.paths import slide_addresses, slide_aliases, slide
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 
 MPP = "mpp"
-SPLITS = ("train", "val", "test")
 
 
 class SlideLabel(NamedTuple):
@@ -69,9 +68,7 @@ def read_labels(
 
 
 def _label_of(row: TableRow) -> SlideLabel:
-    split, text = row.cells[SPLIT], row.cells.get(MPP, "")
-    if split not in SPLITS:
-        raise ValueError(f"{row.where}: split is {split!r}, expected {', '.join(SPLITS)}")
+    split, text = row.usual_split(), row.cells.get(MPP, "")
     try:
         mpp = float(text) if text else None
     except ValueError:
