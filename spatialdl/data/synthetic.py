@@ -110,7 +110,7 @@ def along(box: tuple[int, ...], size: tuple[int, ...], angle: float) -> npt.NDAr
 
 def _grid(spans: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[np.int64], ...]:
     """Coordinates along each dim, which broadcast to an image of these (start, stop)."""
-    return np.ogrid[tuple(slice(*span) for span in spans)]  # type: ignore[no-any-return]
+    return np.ogrid[tuple(slice(*span) for span in spans)]
 
 
 def noise(key: np.uint64, box: tuple[int, ...], channels: int) -> npt.NDArray[np.int16]:

@@ -37,6 +37,9 @@ NAME_COLUMNS = (*SLIDE_COLUMNS, *IMAGE_COLUMNS)
 
 LABEL, SPLIT, PATIENT, SAMPLE = "label", "split", "patient", "sample"
 
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""Split of each name in a table, and of each folder name above classes, in lower case."""
+
 _PATIENTS = (PATIENT, "patient_id", "case_id")
 _NO_LABELS = {*NAME_COLUMNS, *_PATIENTS, SPLIT, SAMPLE, "mpp"}  # columns that are never labels
 _BYTE_ORDERS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -63,6 +66,17 @@ class TableRow:
     labels: tuple[str, ...] = ()
     split: str | None = None
     patient: str | None = None
+
+    def usual_split(self) -> str:
+        """The split as train, val or test.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        split = SPLITS.get((self.split or "").lower())
+        if split is None:
+            raise ValueError(f"{self.where}: split is {self.split!r}, expected train, val or test")
+        return split
 
 
 @dataclass(frozen=True)

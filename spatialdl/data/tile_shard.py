@@ -61,6 +61,7 @@ class TileShards(ShardSeries):
                 not the chunk's; nothing is added.
         """
         streams: dict[tuple[int, int], JpegStream] = {}
+        chunk = self._chunk
         if isinstance(image, EncodedImage):
             check_codec(self._coding.codec)
             (high, wide), (down, across) = image.chunk, grid_of(image)
@@ -70,7 +71,7 @@ class TileShards(ShardSeries):
             shape, dtype, chunk = image.shape, np.dtype(np.uint8), image.chunk
         else:
             image = as_image(image)
-            shape, dtype, chunk = image.shape, image.dtype, self._chunk
+            shape, dtype = image.shape, image.dtype
         classes = None if mask is None else as_mask(mask, shape[:2])
         self._check_same(shape, dtype, classes is not None, chunk)
         file = self._open.get(0) or self._start()

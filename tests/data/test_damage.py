@@ -56,7 +56,7 @@ def test_a_flipped_bit_names_the_shard_and_its_samples(
     flip(path, place.byte_offset + place.size // 2)
     data = ShardDataset(folder)
     inside = "3, 4, 5 (of s3, s4, s5)" if kind == "tiles" else "0, 1, 2 and 3 more (of s0, s1, s2"
-    says = rf"in shard-00001\.h5 \(samples {re.escape(inside)}.*\); copy or write"
+    says = rf"shard-00001\.h5 has other .* \(samples {re.escape(inside)}.*\); copy or write"
     with pytest.raises(ShardError, match=says):
         data.verify()
     if codec in ("zstd", "lz4"):
@@ -71,7 +71,7 @@ def test_every_byte_of_a_shard_is_watched(tmp_path: Path) -> None:
     path, data = folder / "shard-00000.h5", ShardDataset(folder)
     for at in np.random.default_rng(1).integers(0, path.stat().st_size, 8).tolist():
         flip(path, at)
-        with pytest.raises(ShardError, match=r"shard-00000\.h5 \("):
+        with pytest.raises(ShardError, match=r"shard-00000\.h5 has other contents"):
             data.verify()
         flip(path, at)
     data.verify()

@@ -25,7 +25,6 @@ from tqdm import tqdm
 from spatialdl.common.text import counted
 from spatialdl.data.format import Kind
 from spatialdl.data.importing.images import (
-    SPLITS,
     BrokenImageError,
     FoundImage,
     class_names,
@@ -228,11 +227,7 @@ def label_images(
 
 
 def _labelled(image: FoundImage, row: TableRow) -> FoundImage:
-    if row.split is None:
-        return replace(image, label=row.labels[0])
-    split = SPLITS.get(row.split.lower())
-    if split is None:
-        raise ValueError(f"{row.where}: split is {row.split!r}, expected train, val or test")
+    split = image.split if row.split is None else row.usual_split()
     return replace(image, label=row.labels[0], split=split)
 
 

@@ -19,9 +19,7 @@ import tifffile
 from PIL import Image, ImageOps
 
 from spatialdl.data.image_source import as_image
-
-SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""Split of each folder name above the classes."""
+from spatialdl.data.tables import SPLITS
 
 _STUBS = {"BUFR", "GRIB", "HDF5", "WMF"}  # Pillow recognises but cannot decode these
 _TIFF = {".tif", ".tiff"}

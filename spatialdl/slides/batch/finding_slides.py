@@ -104,7 +104,6 @@ def _duplicates(names: dict[Path, str]) -> list[Path]:
 
 
 MPP = "mpp"
-SPLITS = ("train", "val", "test")
 
 
 class SlideLabel(NamedTuple):
@@ -161,9 +160,7 @@ def read_labels(
 
 
 def _label_of(row: TableRow) -> SlideLabel:
-    split, text = row.cells[SPLIT], row.cells.get(MPP, "")
-    if split not in SPLITS:
-        raise ValueError(f"{row.where}: split is {split!r}, expected {', '.join(SPLITS)}")
+    split, text = row.usual_split(), row.cells.get(MPP, "")
     try:
         mpp = float(text) if text else None
     except ValueError:

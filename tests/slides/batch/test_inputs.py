@@ -163,7 +163,7 @@ def test_slides_are_named_with_or_without_suffix(tmp_path, text):
         ("slide,label,split\na,g,train\na.svs,g,val\n", "line 3.*is a duplicate"),
         ("slide,label,split\na,,train\n", "line 2: label is empty"),
         ("slide,label,split\na,g\n", "line 2 has 2 cells"),
-        ("slide,label,split\na,g,validation\n", "'validation', expected train, val, test"),
+        ("slide,label,split\na,g,dev\n", "'dev', expected train, val or test"),
         (b"\xff\0s", "not a UTF-8 text file"),
         (None, "No such file"),
     ],
