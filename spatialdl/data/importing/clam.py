@@ -13,8 +13,8 @@ from typing import Any
 
 import h5py
 import numpy as np
-from tqdm import tqdm
 
+from spatialdl.common.text import progress_bar
 from spatialdl.data.bag_labels import SlideRow, label_slides
 from spatialdl.data.chunk_map import own_dataset
 from spatialdl.data.feature_file import COORDS, UNREADABLE, list_h5
@@ -72,11 +72,10 @@ def import_clam(
     _check_alike(files)
     rows = label_slides([file.slide for file in files], labels)
     classes = sorted({row.cells[0] for row in rows.values()})
-    off = None if progress else True
     total = sum(file.patches for file in files)
     with (
         ShardWriter(out, classes, **settings) as writer,
-        tqdm(total=total, unit="patch", disable=off, leave=False) as bar,
+        progress_bar(None, None, "patch", shows=progress, total=total) as bar,
     ):
         for file in files:
             bar.set_description(file.slide)

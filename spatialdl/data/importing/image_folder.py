@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-from tqdm import tqdm
 
-from spatialdl.common.text import counted
+from spatialdl.common.text import counted, progress_bar
 from spatialdl.data.bag_labels import SlideRow, read_bag_labels
 from spatialdl.data.format import Kind
 from spatialdl.data.importing.images import (
@@ -104,10 +103,9 @@ def import_images(
     else:
         own = {}
     whole = [image for image in images if image.name in sizes]
-    off = None if progress else True
     with (
         ShardWriter(out, class_names(images), kind=kind, **settings) as writer,
-        tqdm(total=len(whole), unit="image", disable=off, leave=False) as bar,
+        progress_bar(None, None, "image", shows=progress, total=len(whole)) as bar,
     ):
         for image, loaded in _loaded(whole, rgb, jobs):
             bar.update()
@@ -126,7 +124,7 @@ def _sizes(
 ) -> dict[str, tuple[int, int]]:
     """(Rows, columns) by name; adds errors of unreadable images to `broken`."""
     sizes = {}
-    for image in tqdm(images, "sizes", disable=None if progress else True, leave=False):
+    for image in progress_bar(images, "sizes", "image", shows=progress):
         try:
             sizes[image.name] = image_size(image.path)
         except BrokenImageError as error:

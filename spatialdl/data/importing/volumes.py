@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
-from spatialdl.common.text import counted
+from spatialdl.common.text import counted, progress_bar
 from spatialdl.data.bag_labels import label_slides
 from spatialdl.data.format import volume_chunk
 from spatialdl.data.image_source import DTYPES, whole_box
@@ -93,9 +92,8 @@ def import_volumes(
     without_spacing = []
     written: list[FoundVolume] = []
     others = 0  # volumes of another type
-    off = None if progress else True
     with ShardWriter(out, classes, kind="volumes", **settings) as writer:
-        for name, one in tqdm(found.items(), "volumes", disable=off, leave=False):
+        for name, one in progress_bar(found.items(), "volumes", "volume", shows=progress):
             row = rows.get(name)
             try:
                 volume = _narrowed(one.open())
