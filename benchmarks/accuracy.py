@@ -195,7 +195,7 @@ def _prepare(folder: Path, options: argparse.Namespace) -> dict[str, list[str]]:
         out = folder / f"data-{number}"
         if not (out / MANIFEST).exists():
             command = [
-                *(sys.executable, "-m", "spatialdl.slides.command", str(folder / "slides")),
+                *(sys.executable, "-m", "spatialdl.slides.tile_cli", str(folder / "slides")),
                 *(*arm.cut, "--out", str(out), "--labels", str(folder / "labels.csv")),
                 *("--mpp", str(MPP), "--min-tissue", "0", "--jobs", "2"),
             ]

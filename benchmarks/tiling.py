@@ -39,7 +39,7 @@ from benchmarks.harness import (
     run_ranks,
     start,
 )
-from spatialdl.slides import command
+from spatialdl.slides import tile_cli
 from spatialdl.slides.reading import native, reader
 from spatialdl.slides.synthetic import write_synthetic_slide
 
@@ -207,7 +207,7 @@ def _cut(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         if options.way == THROUGH:
             native.tile_levels = lambda path, properties: {}  # of this process
-        code = command.main(given)
+        code = tile_cli.main(given)
     seconds = _since(*before)
     if code:
         raise RuntimeError(f"the tiling command failed with exit code {code}")

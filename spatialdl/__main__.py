@@ -23,10 +23,10 @@ MODULES = {
 """Commands that are modules, ``python -m spatialdl.NAME``, and what they do."""
 
 SCRIPTS = {
-    "tile": ("slides.command", "cut slides into a data set, inspect and verify one"),
+    "tile": ("slides.tile_cli", "cut slides into a data set, inspect and verify one"),
     "import": ("data.importing.command", "convert images, patches or volumes to a data set"),
     "stage": ("data.staging.command", "copy a data set to another disk"),
-    "split": ("slides.cohort.command", "divide a table of slides into train, val and test"),
+    "split": ("slides.cohort.split_cli", "divide a table of slides into train, val and test"),
     "features": ("features.command", "compute features of tiles with a frozen encoder"),
     "analyze": ("analysis.command", "k-means, PCA, regression and neighbours of features"),
 }

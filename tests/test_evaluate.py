@@ -15,7 +15,7 @@ from spatialdl import evaluate
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.importing.command import main as import_command
-from spatialdl.slides.cohort.command import main as split_table
+from spatialdl.slides.cohort.split_cli import main as split_table
 from spatialdl.training.trainer import Trainer
 from tests.bags import LENGTHS, SMALL, bag_config, write_bags
 from tests.fitting import fit

@@ -155,7 +155,7 @@ def test_the_installed_wheel_tiles_trains_and_predicts(
     pixels = np.random.default_rng(0).integers(0, 200, (128, 96, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "slide.png")
     cut = ("slide.png", "--out", "tiles", "--tile-size", "32", "--level", "0", "--slide-mpp", "1")
-    python("-m", "spatialdl.slides.command", *cut, **inside)
+    python("-m", "spatialdl.slides.tile_cli", *cut, **inside)
     small = ("model=resnet18", "model.width=2", "data.image_size=[32,32]", "data.batch_size=2")
     python("-m", "spatialdl.train", *small, "trainer.max_steps=1", "hydra.run.dir=out", **inside)
     assert (tmp_path / "out" / "report.html").is_file()

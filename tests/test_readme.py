@@ -23,7 +23,7 @@ from spatialdl.data.importing import command as importing
 from spatialdl.data.staging import command as staging
 from spatialdl.inference.analysis import options as analysis_options
 from spatialdl.inference.features import options as features
-from spatialdl.slides.batch import options as tiling
+from spatialdl.slides.batch import tile_options as tiling
 from spatialdl.training.checks import check_config
 from tests.composing import composed
 from tests.processes import printed

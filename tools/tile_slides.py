@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from spatialdl.slides.command import main
+from spatialdl.slides.tile_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -76,21 +76,27 @@ def exit_code(outcomes: Iterable[Outcome], *, skip_errors: bool) -> int:
     return FAILED if failed and not skip_errors else OK
 
 
-def run_command(run: Callable[[], int], kept: str = "run the same command again to resume") -> int:
+def run_command(
+    run: Callable[[], int],
+    kept: str = "run the same command again to resume",
+    misused: int = MISUSED,
+) -> int:
     """Run a command; errors and signals become a message on stderr and an exit code.
 
     Args:
         run: returns the exit code.
-        kept: what is said after an interruption without a message of its own.
+        kept: what is said after an interruption, unless the exception has a note.
+        misused: the exit code after a ValueError.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return run()
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, (EmptyResultError, OSError)) else MISUSED
+        is_plain = isinstance(error, OSError) and not error.filename
+        print(f"error: {(is_plain and error.strerror) or error}", file=sys.stderr)
+        return FAILED if isinstance(error, (EmptyResultError, OSError)) else misused
     except KeyboardInterrupt as error:
-        print(f"interrupted; {str(error) or kept}", file=sys.stderr)
+        print(f"interrupted; {getattr(error, '__notes__', [kept])[-1]}", file=sys.stderr)
         return TERMINATED if isinstance(error, _TerminatedError) else INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -104,17 +104,11 @@ def _level0(bands: Iterable[Bytes], levels: list[_Level], height: int) -> Iterat
     row = 0
     for band in bands:
         row += len(band)
+        rows: Bytes | None = band
         # before the tiles: the generator is not resumed after the last one
-        _reduce_into(levels, band, last=row == height)
+        for level in levels:
+            rows = None if rows is None else level.add(rows, last=row == height)
         yield from _encoded(band)
-
-
-def _reduce_into(levels: list[_Level], band: Bytes, *, last: bool) -> None:
-    rows: Bytes | None = band
-    for level in levels:
-        if rows is None:
-            return
-        rows = level.add(rows, last=last)
 
 
 def _halved(rows: Bytes) -> Bytes:

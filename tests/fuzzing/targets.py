@@ -33,7 +33,7 @@ from spatialdl.slides.batch.finding_slides import read_labels
 from spatialdl.slides.batch.record import PartRecord, SlideRecord, load_part, save_part
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.finding.annotations import class_map, class_names, read_annotations
-from spatialdl.slides.inspecting import inspect, verify
+from spatialdl.slides.inspection import inspect, verify
 from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.training.checkpoints.content import restore_random

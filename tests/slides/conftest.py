@@ -24,6 +24,15 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A slide of each kind, 800 x 1152, for whole runs of the command."""
+    folder = tmp_path_factory.mktemp("halves")
+    for kind in KINDS:
+        write_synthetic_slide(folder / f"{kind}.tiff", kind, size=(800, 1152), seed=1)
+    return {kind: folder / f"{kind}.tiff" for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
 def real() -> Path:
     """The folder of real slides, good and bad."""
     if not REAL.is_dir():

@@ -13,8 +13,8 @@ from typing import Any
 
 import h5py
 import numpy as np
-from tqdm import tqdm
 
+from spatialdl.common.text import progress_bar
 from spatialdl.data.chunk_map import own_dataset
 from spatialdl.data.feature_file import COORDS, UNREADABLE, list_h5
 from spatialdl.data.image_source import image_dtype
@@ -73,7 +73,7 @@ def import_clam(
     total = sum(file.patches for file in files)
     with (
         ShardWriter(out, classes, **settings) as writer,
-        tqdm(total=total, unit="patch", disable=None, leave=False) as bar,
+        progress_bar(None, None, "patch", total=total) as bar,
     ):
         for file in files:
             bar.set_description(file.slide)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-from tqdm import tqdm
 
-from spatialdl.common.text import counted
+from spatialdl.common.text import counted, progress_bar
 from spatialdl.data.format import Kind
 from spatialdl.data.importing.images import (
     BrokenImageError,
@@ -102,7 +101,7 @@ def import_images(
     whole = [image for image in images if image.name in sizes]
     with (
         ShardWriter(out, class_names(images), kind=kind, **settings) as writer,
-        tqdm(total=len(whole), unit="image", disable=None, leave=False) as bar,
+        progress_bar(None, None, "image", total=len(whole)) as bar,
     ):
         for image, loaded in _loaded(whole, rgb, jobs):
             bar.update()
@@ -119,7 +118,7 @@ def import_images(
 def _sizes(images: Sequence[FoundImage], broken: dict[str, str]) -> dict[str, tuple[int, int]]:
     """(Rows, columns) by name; adds errors of unreadable images to `broken`."""
     sizes = {}
-    for image in tqdm(images, "sizes", disable=None, leave=False):
+    for image in progress_bar(images, "sizes", "image"):
         try:
             sizes[image.name] = image_size(image.path)
         except BrokenImageError as error:

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
-from spatialdl.common.text import counted
+from spatialdl.common.text import counted, progress_bar
 from spatialdl.data.format import volume_chunk
 from spatialdl.data.image_source import DTYPES, whole_box
 from spatialdl.data.importing.image_folder import BrokenImagesError
@@ -92,7 +91,7 @@ def import_volumes(
     written: list[FoundVolume] = []
     others = 0  # volumes of another type
     with ShardWriter(out, classes, kind="volumes", **settings) as writer:
-        for name, one in tqdm(found.items(), "volumes", disable=None, leave=False):
+        for name, one in progress_bar(found.items(), "volumes", "volume"):
             row = rows.get(name)
             try:
                 volume = _narrowed(one.open())

@@ -6,21 +6,19 @@ Every shard is verified, and the manifest is written last.
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from tqdm import tqdm
 
 from spatialdl.common.files import apply_umask, fsync_folder, replacing
 from spatialdl.common.text import counted, positive_int, readable_bytes, size_in_bytes
 from spatialdl.data.format import MANIFEST, Manifest, shard_status
+from spatialdl.data.outcomes import FAILED, OK, run_command
 from spatialdl.data.staging.cache import NodeCache, local_name
 from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
 from spatialdl.data.staging.local_disk import DiskSpace
@@ -162,13 +160,6 @@ def _rename(partial: Path, path: Path) -> None:
     partial.replace(path)
 
 
-_OK, _FAILED, _MISUSED, _INTERRUPTED, _TERMINATED = 0, 1, 2, 130, 143
-
-
-class _TerminatedError(KeyboardInterrupt):
-    """The process received SIGTERM."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Copy a data set folder, or remove copies of finished training jobs from a disk.
 
@@ -182,34 +173,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if (options.source is None) != options.clean:
         _parser().error("give either a data set folder to copy, or --clean")
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        if options.clean:
-            freed = NodeCache(options.to.absolute()).clean()
-            print(f"removed {readable_bytes(freed)} of finished jobs from {options.to}")
-            return _OK
-        done = copy_folder(
-            options.source.absolute(),
-            options.to.absolute(),
-            options.split,
-            at_once=options.jobs,
-            keep_free=options.keep_free,
-        )
-    except (ValueError, OSError) as error:
-        text = error.strerror if isinstance(error, OSError) and not error.filename else error
-        print(f"error: {text}", file=sys.stderr)
-        return _FAILED
-    except KeyboardInterrupt as error:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        return _TERMINATED if isinstance(error, _TerminatedError) else _INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return run_command(lambda: _run(options), misused=FAILED)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.clean:
+        freed = NodeCache(options.to.absolute()).clean()
+        print(f"removed {readable_bytes(freed)} of finished jobs from {options.to}")
+        return OK
+    done = copy_folder(
+        options.source.absolute(),
+        options.to.absolute(),
+        options.split,
+        at_once=options.jobs,
+        keep_free=options.keep_free,
+    )
     there = f", of which {readable_bytes(done.there)} already existed" if done.there else ""
     print(
         f"{counted(done.shards, 'shard')} ({readable_bytes(done.bytes)}) verified in "
         f"{options.to}{there}"
     )
-    return _OK
+    return OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -242,7 +226,3 @@ def _parser() -> argparse.ArgumentParser:
         help="remove copies that training (data.stage) left in --to and no job uses",
     )
     return made
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _TerminatedError

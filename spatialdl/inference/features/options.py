@@ -14,7 +14,7 @@ from spatialdl.common.text import positive_int
 from spatialdl.inference.features.encoders.encoder import POOLS, Wish
 from spatialdl.inference.features.encoders.preprocessing import INTERPOLATIONS
 from spatialdl.inference.features.results import LAYOUTS
-from spatialdl.slides.batch.options import WHOLE_TILE, add_cutting_options
+from spatialdl.slides.batch.tile_options import WHOLE_TILE, add_cutting_options
 
 PRECISIONS = {
     "float32": "float32",

@@ -19,7 +19,7 @@ from spatialdl.data.samples import TileSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.inference.predicting.inputs import Input, shard_inputs
-from spatialdl.slides.batch.assembling import tile_attributes
+from spatialdl.slides.batch.assembly import tile_attributes
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.record import PartRecord, slide_key
 from spatialdl.slides.batch.report import TilingReport

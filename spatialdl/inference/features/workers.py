@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from spatialdl.comm.device_path import current_device
-from spatialdl.common.text import counted
+from spatialdl.common.text import counted, progress_bar
 from spatialdl.data.outcomes import failure_reason
 from spatialdl.inference.features.encoders.encoder import Encoder
 from spatialdl.inference.features.encoding import DeviceEncoder, Filling, Opened, ReadAhead
@@ -132,11 +131,12 @@ class FeatureWorker:
         self._job = job
         self._encoding = DeviceEncoder(encoder, device, job.precision, job.batch_size)
         self._outcome = WorkerResult()
-        self._bar = tqdm(
+        self._bar = progress_bar(
+            None,
+            None,
+            "slide",
+            shows=shows,
             total=len(job.source.tasks),
-            unit="slide",
-            disable=None if shows else True,
-            leave=False,
             dynamic_ncols=True,
             miniters=0,
         )

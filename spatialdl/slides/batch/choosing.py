@@ -39,7 +39,7 @@ class Choosing:
     """Validated options, applied to each slide; small enough to send to workers.
 
     Args:
-        options: those of `options.add_cutting_options`, and `tile_size`.
+        options: those of `tile_options.add_cutting_options`, and `tile_size`.
         slides: all slides; the classes are collected from their annotations.
         outside: also keep tiles in no region.
 

@@ -7,7 +7,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -71,17 +70,6 @@ def stored_codec(batch_codec: str | None) -> Codec:
     if batch_codec == NATIVE:
         return "jpeg"
     return next((codec for codec in CODECS if codec == batch_codec), "raw")
-
-
-class PartPieces(Protocol):
-    """The pieces of a part: tiles, or a band of rows of a region."""
-
-    @property
-    def count(self) -> int:
-        """Number of pieces."""
-
-    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: PartRecord) -> None:
-        """Cut the pieces into a shard in a folder, and fill in their `part`."""
 
 
 def cut_part(
@@ -269,6 +257,10 @@ class BandPart:
         part.shard = file.finish()
         if self.number == 0:
             part.taken.append((plan.x, plan.y, self.sample.label))
+
+
+PartPieces = TilePart | BandPart
+"""The pieces of a part: tiles, or a band of rows of a region."""
 
 
 class _FinishedImage(WholeImage):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import floor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -40,18 +40,6 @@ _HEADS = {
     "mpp": ("mpp", "micrometres per level-0 pixel"),
     "seconds": ("seconds", "processing time of the slide"),
 }
-
-
-class _Cell(NamedTuple):
-    """A number of the table: its sort key and its text."""
-
-    key: str
-    text: str
-
-
-class _Thumbnail(NamedTuple):
-    data: str
-    size: tuple[int, int]
 
 
 def save_batch(
@@ -124,21 +112,21 @@ def _rows(
                 "rank": STATUSES[::-1].index(report.status),
                 "numbers": [_cell(name, getattr(report, name)) for name in numbers],
                 "why": [line for line in (report.reason, report.remark) if line],
-                "thumbnail": thumbnail.data if thumbnail else "",
-                "size": thumbnail.size if thumbnail else (0, 0),
+                **thumbnail,
                 "picture": _link(folder, picture.name),
                 "stitched": _link(folder, stitched.name) if stitched.is_file() else "",
             }
 
 
-def _cell(name: str, value: float | None) -> _Cell:
+def _cell(name: str, value: float | None) -> tuple[str, str]:
+    """A number of the table: its sort key and its text."""
     if value is None or (name == "seconds" and not value):
-        return _Cell("", "")
+        return "", ""
     shown = {
         "mpp": ".4g",
         **dict.fromkeys(("seconds", "tissue_percent", "outside_percent"), ",.1f"),
     }
-    return _Cell(repr(value), format(value, shown.get(name, ",")))
+    return repr(value), format(value, shown.get(name, ","))
 
 
 def _pictures(folder: Path, report: TilingReport) -> tuple[Path, Path]:
@@ -146,17 +134,17 @@ def _pictures(folder: Path, report: TilingReport) -> tuple[Path, Path]:
     return folder / f"{report.slide}.png", folder / preview_name(report.slide)
 
 
-def _thumbnail(picture: Path) -> _Thumbnail | None:
-    """A small JPEG in base64; None if the picture is missing or damaged."""
+def _thumbnail(picture: Path) -> dict[str, Any]:
+    """A small JPEG in base64 and its size; empty if the picture is missing or damaged."""
     out = io.BytesIO()
     try:
         with Image.open(picture) as image:
             image.thumbnail((_WIDTH, _HEIGHT), reducing_gap=2.0)
             small = image.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError):
-        return None
+        return {"thumbnail": "", "size": (0, 0)}
     small.save(out, "JPEG", quality=_QUALITY)
-    return _Thumbnail(base64.b64encode(out.getvalue()).decode(), small.size)
+    return {"thumbnail": base64.b64encode(out.getvalue()).decode(), "size": small.size}
 
 
 def _link(folder: str, name: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spatialdl.data.format import CHUNK, stored_bytes
 from spatialdl.data.samples import RegionSample
-from spatialdl.slides.batch.assembling import save_coords
+from spatialdl.slides.batch.assembly import save_coords
 from spatialdl.slides.batch.choosing import NATIVE, Choosing
 from spatialdl.slides.batch.finding_slides import SlideLabel
 from spatialdl.slides.batch.parts import (
@@ -76,18 +76,24 @@ class BatchRequest:
         choosing: applies the options to a slide.
         settings: options that determine the tiles.
         classes: class names; labels are indices into them.
-        folder: where the batch is built; None for a dry run.
         target: the final folder.
         before: an earlier batch with the same settings, whose slides are reused.
+        built_in: where the batch is built; None for a dry run.
     """
 
     options: argparse.Namespace
     choosing: Choosing
     settings: dict[str, object]
     classes: list[str]
-    folder: Path | None
     target: Path
     before: Path | None
+    built_in: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the batch is built, if this is not a dry run."""
+        assert self.built_in is not None
+        return self.built_in
 
 
 @dataclass
@@ -98,7 +104,7 @@ class Planned:
         key: digest of its contents and settings.
         report: so far.
         size: rows and columns at level 0.
-        plan: of its tiles, without their places; None if the slide was done before.
+        plan: of its tiles, without their places.
         region: with --whole.
         parts: to be cut.
         own: colours of the slide; see `Choosing.own_colours`.
@@ -109,7 +115,7 @@ class Planned:
     key: str
     report: TilingReport
     size: tuple[int, int]
-    plan: TilePlan | None = None
+    plan: TilePlan
     region: RegionSample | None = None
     parts: Sequence[PartPieces] = field(default_factory=list)
     own: Colours | str | None = None
@@ -126,8 +132,8 @@ class Planned:
         return replace(self, parts=[])
 
 
-def plan_slide(batch: BatchRequest, task: Task) -> Planned:
-    """Plan the tiles or the region of a slide, unless it was done before.
+def plan_slide(batch: BatchRequest, task: Task) -> Planned | TilingReport:
+    """Plan the tiles or the region of a slide; return its report if it was done before.
 
     Raises:
         SlideError: the slide cannot be used.
@@ -136,16 +142,16 @@ def plan_slide(batch: BatchRequest, task: Task) -> Planned:
     with _opened(batch, task) as slide:
         beside = batch.choosing.beside(task.path)
         key = slide_key(slide, task.name, task.label, batch.settings, beside)
-        record = find_done(batch.folder, batch.before, task.name, task.path, key)
+        record = find_done(batch.built_in, batch.before, task.name, task.path, key)
         if record is not None:
-            return Planned(key, TilingReport.from_json(record.report), slide.size)
+            return TilingReport.from_json(record.report)
         regions = batch.choosing.regions(slide)
         plan = batch.choosing.plan(slide, regions)
         report = initial_report(task, slide, plan, whole=options.whole)
         planned = Planned(key, report, slide.size, plan.part(0, 0))
         planned.own = batch.choosing.own_colours(slide, plan)
         (_plan_region if options.whole else _plan_tiles)(batch, task, slide, plan, planned)
-        if batch.folder is not None:
+        if batch.built_in is not None:
             folder = batch.folder / PARTS / task.name
             folder.mkdir(parents=True, exist_ok=True)
             overview = folder / _OVERVIEW
@@ -237,8 +243,7 @@ def cut_slide(
     Raises:
         SlideError: its stains cannot be normalised as requested.
     """
-    assert batch.folder is not None
-    folder = _at(batch.folder / PARTS / task.name, number)
+    folder = batch.folder / PARTS / task.name / f"{number:05d}"
     part = load_part(folder, planned.key)
     if part is not None:
         return part
@@ -260,8 +265,6 @@ def finish_slide(
     batch: BatchRequest, task: Task, planned: Planned, parts: list[PartRecord]
 ) -> TilingReport:
     """Draw the pictures of a slide and save its record, which marks it as done."""
-    assert batch.folder is not None
-    assert planned.plan is not None
     started, report, folder = time.monotonic(), planned.report, batch.folder
     sum_up(report, parts)
     _save_pictures(batch, task, planned, parts)
@@ -272,7 +275,7 @@ def finish_slide(
             files = save_coords(folder, batch.target, slide, task.name, planned.plan, taken)
     for number, part in enumerate(parts):
         if part.shard is not None:
-            path = _at(Path(PARTS, task.name), number) / part.shard.file
+            path = Path(PARTS, task.name, f"{number:05d}", part.shard.file)
             part.shard = replace(part.shard, file=str(path))
     report.seconds += time.monotonic() - started
     record = SlideRecord(
@@ -307,52 +310,34 @@ def sum_up(report: TilingReport, parts: Sequence[PartRecord]) -> None:
 def _save_pictures(
     batch: BatchRequest, task: Task, planned: Planned, parts: Sequence[PartRecord]
 ) -> None:
-    assert batch.folder is not None
-    assert planned.plan is not None
-    pictures, name = batch.folder / PICTURES, task.name
+    """Draw the tiles on the overview, and those written on a thumbnail in their own colours."""
+    pictures, plan = batch.folder / PICTURES, planned.plan
     pictures.mkdir(exist_ok=True)
-    span = (planned.plan.step, planned.plan.step)
+    span = (plan.step, plan.step)
     if planned.region is not None:
-        scale = planned.plan.scale
-        span = planned.region.height * scale, planned.region.width * scale
+        span = planned.region.height * plan.scale, planned.region.width * plan.scale
+    taken = [(x, y) for part in parts for x, y, _ in part.taken]
     save_picture(
-        pictures / f"{name}.png",
-        batch.folder / PARTS / name / _OVERVIEW,
+        pictures / f"{task.name}.png",
+        batch.folder / PARTS / task.name / _OVERVIEW,
         planned.zoom,
         span,
-        [(x, y) for part in parts for x, y, _ in part.taken],
+        taken,
         [place for part in parts for place in part.unreadable],
         [place for part in parts for at in part.dropped.values() for place in at],
     )
-    if any(part.taken for part in parts):
-        _save_preview(batch, task, planned, parts, span)
-
-
-def _save_preview(
-    batch: BatchRequest,
-    task: Task,
-    planned: Planned,
-    parts: Sequence[PartRecord],
-    span: tuple[float, float],
-) -> None:
-    """Show the tiles written, on a thumbnail in the colours of the tiles."""
-    assert batch.folder is not None
-    assert planned.plan is not None
+    if not taken:
+        return
     zoom = min(1.0, PREVIEW / max(planned.size))
     height, width = (max(1, floor(length * zoom + 0.5)) for length in planned.size)
     with _opened(batch, task) as slide:
         image = slide.thumbnail(1 / zoom).image
     # cropped: the last pixels of a thumbnail may be mostly beyond the slide
-    image = planned.plan.tissue.shown(image[:height, :width])
+    image = plan.tissue.shown(image[:height, :width])
     image = batch.choosing.finished(image, planned.own)
-    taken = [(x, y) for part in parts for x, y, _ in part.taken]
-    save_preview(batch.folder / PICTURES / preview_name(task.name), image, zoom, span, taken)
+    save_preview(pictures / preview_name(task.name), image, zoom, span, taken)
 
 
 def _opened(batch: BatchRequest, task: Task) -> Slide:
     mpp = task.label.mpp if task.label else None
     return Slide(task.path, mpp or batch.options.slide_mpp)
-
-
-def _at(folder: Path, number: int) -> Path:
-    return folder / f"{number:05d}"

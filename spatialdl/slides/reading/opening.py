@@ -1,4 +1,7 @@
-"""Opening of slides: by openslide, else as a plain image, else with an error that says why."""
+"""Opening of slides: by openslide, else as a plain image, else with an error that says why.
+
+Files opened by openslide are read from their own tiles where the pixels are the same.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,9 @@ _NAMED = 3  # slides of a folder listed in a message
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 PNG_START, JPEG_START = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 PLAIN_SUFFIXES = (".png", ".jpg", ".jpeg")
+_ROUNDING = 1  # accepted difference of colour levels between native tiles and openslide
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def open_source(path: Path, native: bool = True) -> PixelSource:
@@ -50,8 +56,8 @@ def open_source(path: Path, native: bool = True) -> PixelSource:
     try:
         return OpenSlideFile(first, native, path)
     except openslide.OpenSlideUnsupportedFormatError as error:
-        if is_plain(start):
-            return open_plain(path, start)
+        if start.startswith((*TIFF_STARTS, PNG_START, JPEG_START)):
+            return _open_plain(path, start)
         raise SlideError(f"cannot open slide {path}: {_why_unsupported(path, start)}") from error
     except openslide.OpenSlideError as error:
         raise SlideError(
@@ -91,32 +97,14 @@ def _is_text(start: bytes) -> bool:
     return True
 
 
-def is_plain(start: bytes) -> bool:
-    """Whether a file with these first bytes is a TIFF, PNG or JPEG."""
-    return start.startswith((*TIFF_STARTS, PNG_START, JPEG_START))
-
-
-def open_plain(path: Path, start: bytes) -> PlainImage:
-    """Open a TIFF, PNG or JPEG.
-
-    Args:
-        path: the file.
-        start: its first bytes.
-
-    Raises:
-        SlideError: the file is truncated, not supported, or needs too much memory.
-    """
+def _open_plain(path: Path, start: bytes) -> PlainImage:
+    """Open a TIFF, PNG or JPEG, given its first bytes; see `open_source`."""
     if start.startswith(TIFF_STARTS):
         header = plain_tiff.header(path)
         return PlainImage(path, header, lambda: plain_tiff.TiffPixels(path))
     kind = plain_image.PNG if start.startswith(PNG_START) else plain_image.JPEG
     rows, cols, _ = plain_image.checked_shape(path, kind)
     return PlainImage(path, Header((rows, cols), {}), lambda: plain_image.DecodedPixels(path, kind))
-
-
-Bytes = npt.NDArray[np.uint8]
-
-_ROUNDING = 1  # accepted difference of colour levels between native tiles and openslide
 
 
 class OpenSlideFile(PixelSource):

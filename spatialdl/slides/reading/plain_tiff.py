@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -181,14 +180,6 @@ def _resolution(page: tifffile.TiffPage) -> dict[str, str]:
     return properties
 
 
-class _Layout(NamedTuple):
-    """Layout of TIFF directories: struct formats of tag count and offset, bytes of a tag."""
-
-    tags: str
-    tag_bytes: int
-    offset: str
-
-
 def missing_part(path: Path) -> str:
     """Describe the first truncated directory or image of a TIFF; empty if it is complete.
 
@@ -239,9 +230,12 @@ def _broken_directory(path: Path, size: int) -> str:
         head = file.read(16)
         order = "<" if head.startswith(b"II") else ">"
         big = head.startswith(_BIG)
-        layout = _Layout("Q", 20, "Q") if big else _Layout("H", 12, "I")
-        width = struct.calcsize(order + layout.tags)
-        (offset,) = struct.unpack_from(order + layout.offset, head, 8 if big else 4)
+        # formats of the number of tags and of an offset, and the bytes of a tag
+        of_tags, of_offset, tag_bytes = (
+            (f"{order}Q", f"{order}Q", 20) if big else (f"{order}H", f"{order}I", 12)
+        )
+        width = struct.calcsize(of_tags)
+        (offset,) = struct.unpack_from(of_offset, head, 8 if big else 4)
         seen: set[int] = set()
         while offset:
             where = f"directory {len(seen)}, at byte {offset},"
@@ -252,10 +246,10 @@ def _broken_directory(path: Path, size: int) -> str:
             raw = file.read(width)
             if len(raw) < width:
                 return f"{where} is beyond the end of the file, at byte {size}"
-            (tags,) = struct.unpack(order + layout.tags, raw)
-            file.seek(offset + width + tags * layout.tag_bytes)
-            raw = file.read(struct.calcsize(order + layout.offset))
-            if len(raw) < struct.calcsize(order + layout.offset):
+            (tags,) = struct.unpack(of_tags, raw)
+            file.seek(offset + width + tags * tag_bytes)
+            raw = file.read(struct.calcsize(of_offset))
+            if len(raw) < struct.calcsize(of_offset):
                 return f"{where} extends beyond the end of the file, at byte {size}"
-            (offset,) = struct.unpack(order + layout.offset, raw)
+            (offset,) = struct.unpack(of_offset, raw)
     return ""

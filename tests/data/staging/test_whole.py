@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import runpy
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -200,10 +201,10 @@ def test_the_script_copies(folder, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "copy" / MANIFEST).exists()
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (None, 143)])
-def test_an_interrupt_says_how_to_go_on(folder, tmp_path, capsys, monkeypatch, error, code):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_says_how_to_go_on(folder, tmp_path, capsys, monkeypatch, number, code):
     def interrupted(*_, **__):
-        raise error or command._TerminatedError
+        signal.raise_signal(number)
 
     monkeypatch.setattr(command, "copy_folder", interrupted)
     assert main([str(folder), "--to", str(tmp_path / "copy")]) == code

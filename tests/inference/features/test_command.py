@@ -19,8 +19,8 @@ import torch
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data.feature_file import FeatureFile, list_features
 from spatialdl.inference.features.command import main
-from spatialdl.slides.command import main as tile
 from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.tile_cli import main as tile
 from tests.inference.features.tiny import Tiny
 
 REAL = Path(__file__).parents[3].parent / "shared" / "data" / "slides"

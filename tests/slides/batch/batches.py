@@ -19,10 +19,11 @@ from spatialdl.data import ShardDataset
 from spatialdl.data.format import sha256_of
 from spatialdl.data.samples import ShardInfo
 from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.options import parsed
 from spatialdl.slides.batch.parts import Cutting
-from spatialdl.slides.command import main
+from spatialdl.slides.batch.tile_options import parsed
 from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.tile_cli import main
+from tests.processes import ended
 from tests.vision import import_path
 
 TILES = ["--tile-size", "64", "--mpp", "0.5", "--shard-size", "64K"]
@@ -78,15 +79,9 @@ def places(folder: Path) -> list[tuple[int, int]]:
 
 def in_python(*program: object, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     """A program run to its end in another process, or by ranks."""
+    words = [*(mpiexec_command(ranks) if ranks else []), sys.executable, *map(str, program)]
     more = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    return subprocess.run(
-        [*(mpiexec_command(ranks) if ranks else []), sys.executable, *map(str, program)],
-        env={**os.environ, **more, "PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    return ended(words, Path(), PYTHONPATH=import_path(), **more)
 
 
 def forked(call: Callable[[], int]) -> tuple[int, str]:

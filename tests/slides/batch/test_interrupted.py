@@ -27,13 +27,7 @@ CHANGES = (
 
 @dataclass
 class Watched:
-    """What the command does: ends it at a change of the disk, and sees which parts are cut.
-
-    Attributes:
-        left: changes up to that which is not done; negative lets all be done.
-        end: called in place of it.
-        cut: the parts that were cut to their end.
-    """
+    """Ends the command after `left` changes of the disk, and sees which parts are cut."""
 
     left: int = -1
     end: Callable[[], None] = lambda: None
@@ -86,16 +80,7 @@ def everywhere(
 ) -> int:
     """Stop a batch at changes of the disk, go on, and compare with one left in peace.
 
-    Args:
-        watched: the command.
-        end: how it is stopped.
-        prepare: makes what is there before.
-        go: runs the command.
-        out: its data set.
-        changes: at which it is stopped, each or some of them.
-
-    Returns:
-        The last change.
+    Returns the last change.
     """
     prepare()
     watched.cut.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -19,17 +18,15 @@ import pytest
 from spatialdl.data.format import shard_problem
 from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.assembling import load_settings
+from spatialdl.slides.batch.assembly import load_settings
 from spatialdl.slides.batch.record import (
     PartRecord,
     SlideRecord,
-    find_done,
     load_part,
-    names_in,
     save_part,
 )
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.batch.running import (
+from spatialdl.slides.batch.run import (
     Call,
     Job,
     SerialExecutor,
@@ -147,57 +144,6 @@ def test_a_record_that_cannot_be_ours_is_none(tmp_path, path, value):
     assert SlideRecord.load(tmp_path, "a") == record
 
 
-def batch(folder: Path, *names: str) -> Path:
-    """A finished batch that has slides /in/NAME.svs, whose key is "key of NAME"."""
-    (folder / "pictures").mkdir(parents=True)
-    for number, name in enumerate(names):
-        parts = [PartRecord(), PartRecord(shard(folder, f"shard-{number:05d}.h5"))]
-        files = [shard(folder, f"coords/clam/patches/{name}.h5")]
-        source = f"/in/{name}.svs"
-        report = TilingReport(name, written=2, file=source).to_json()
-        SlideRecord(f"key of {name}", source, None, parts, files, None, report).save(folder, name)
-        (folder / "pictures" / f"{name}.png").write_text(name)
-    return folder
-
-
-def taken(folder: Path | None, before: Path | None, name: str) -> SlideRecord | None:
-    return find_done(folder, before, name, Path(f"/in/{name}.svs"), f"key of {name}")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An empty folder of a batch."""
-    (tmp_path / "new").mkdir()
-    return tmp_path / "new"
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_a_slide_that_is_as_it_was_is_find_done(tmp_path, folder, monkeypatch, links):
-    def refused(*_: object) -> None:
-        raise OSError(errno.EXDEV, "no links")
-
-    before = batch(tmp_path / "set", "a", "b")
-    if not links:
-        monkeypatch.setattr("os.link", refused)
-    record = taken(folder, before, "b")
-    assert record is not None
-    assert [part.shard and part.shard.file for part in record.parts] == [
-        None,
-        "parts/b/00001/shard-00001.h5",
-    ]
-    assert record.is_whole(folder)
-    assert SlideRecord.load(folder, "b") == record
-    assert names_in(folder) == ["b"]
-    assert (folder / "pictures" / "b.png").read_text() == "b"
-    there = folder / "parts/b/00001/shard-00001.h5"
-    assert there.samefile(before / "shard-00001.h5") == links
-    assert [path.name for path in there.parent.iterdir()] == [there.name]
-    # and from there
-    assert taken(folder, None, "b") == record
-    # moved, it is the same
-    assert find_done(folder, before, "a", Path("/elsewhere/a.svs"), "key of a") is not None
-
-
 def job(found: list[Any], *steps: tuple[int, Callable[[], Any]]) -> Job:
     """A job that makes one call after the other and notes what they give."""
     for urgency, call in steps:
@@ -260,7 +206,7 @@ def test_processes_do_it_and_only_the_call_that_kills_its_process_fails(tmp_path
 AFTER_A_LOADER = """
 import signal, sys
 from pathlib import Path
-from spatialdl.slides.batch.running import ProcessExecutor
+from spatialdl.slides.batch.run import ProcessExecutor
 def work():
     Path(sys.argv[1]).touch()
     signal.pause()
@@ -294,7 +240,7 @@ def test_stopping_does_not_wait_for_work(tmp_path):
 
 ORPHANS = """
 import os, signal, sys
-from spatialdl.slides.batch.running import ProcessExecutor
+from spatialdl.slides.batch.run import ProcessExecutor
 if __name__ == "__main__":
     crew = ProcessExecutor(2)
     for future in [crew.submit(os.getpid) for _ in range(4)]:

@@ -59,19 +59,10 @@ def test_slides_that_show_nothing_are_compared_with_none(tmp_path, drawn):
     assert look_of(np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4), bool)) is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda image: np.asarray(Image.fromarray(image).reduce(2)),
-        lambda image: np.fliplr(np.rot90(image)),
-        lambda image: np.clip(1.1 * image.astype(float), 0, 255).astype(np.uint8),
-        lambda image: image[20:],
-    ],
-    ids=["half the resolution", "turned and flipped", "brighter", "cropped"],
-)
-def test_a_copy_is_alike(tmp_path, drawn, change):
+def test_a_copy_is_alike(tmp_path, drawn):
     paths, image = drawn
-    copy = write_tiff(tmp_path / "copy.tif", np.ascontiguousarray(change(image)))
+    turned = np.fliplr(np.rot90(np.asarray(Image.fromarray(image).reduce(2))))
+    copy = write_tiff(tmp_path / "copy.tif", np.ascontiguousarray(turned))
     assert correlation(look_at(paths[0]), look_at(copy)) > ALIKE
     assert same_slides([paths[1], copy, paths[2], paths[0]]) == [[1, 3]]
 
@@ -114,9 +105,9 @@ CHANGES = (
 
 @pytest.fixture(scope="module")
 def looks() -> list[Look]:
-    """Of 40 pictures, and of a changed copy of half of them."""
-    images = [picture(seed) for seed in range(40)]
-    images += [CHANGES[k % len(CHANGES)](images[k]) for k in range(20)]
+    """Of 18 pictures, and of a changed copy of half of them."""
+    images = [picture(seed) for seed in range(18)]
+    images += [change(images[k]) for k, change in enumerate(CHANGES)]
     found = [look_of(one, np.ones(one.shape[:2], bool)) for one in images]
     return [look for look in found if look is not None]
 
@@ -128,28 +119,23 @@ def largest(one: Look, other: Look) -> float:
 
 
 def test_the_correlation_is_the_largest_of_all_shifts_and_ways(looks):
-    for one, other in ((0, 1), (0, 40), (3, 43), (5, 45), (7, 47)):
+    for one, other in ((0, 1), (0, 18), (5, 23), (7, 25)):
         expected = largest(looks[one], looks[other])
         assert correlation(looks[one], looks[other]) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.fixture(scope="module")
-def every(looks) -> dict[tuple[int, int], float]:
-    """The correlation of each with each, unless their energies tell them apart."""
-    return {
+def test_the_pairs_are_those_of_comparing_each_with_each(looks, monkeypatch):
+    count = len(looks)
+    every = {  # unless their energies tell them apart
         (one, other): correlation(looks[one], looks[other])
-        for one, other in combinations(range(60), 2)
-        if max(looks[one].energy, looks[other].energy)
-        <= ENERGY * min(looks[one].energy, looks[other].energy)
+        for one, other in combinations(range(count), 2)
+        if 1 / ENERGY <= looks[one].energy / looks[other].energy <= ENERGY
     }
-
-
-def test_the_pairs_are_those_of_comparing_each_with_each(looks, every, monkeypatch):
     assert correlated_pairs([], [], ALIKE, ENERGY) == []
     monkeypatch.setattr(leaks, "_BATCH", 2)
     for least, kinds in (
-        *((ALIKE, range(60)), (0.6, range(60))),
-        (ALIKE, [k // 3 % 2 for k in range(60)]),
+        (0.6, range(count)),
+        (ALIKE, [k // 3 % 2 for k in range(count)]),
     ):
         done: list[int] = []
         found = correlated_pairs(looks, kinds, least, ENERGY, jobs=2, progress=done.append)
@@ -158,5 +144,5 @@ def test_the_pairs_are_those_of_comparing_each_with_each(looks, every, monkeypat
             for (one, other), value in every.items()
             if value >= least and kinds[one] != kinds[other]
         ]
-        assert len(found) >= (5 if len(set(kinds)) == 2 else 10)
-        assert sum(done) == 60 * 59 // 2
+        assert len(found) >= 2
+        assert sum(done) == count * (count - 1) // 2

@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 from scipy import ndimage
-from scipy.optimize import nnls
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.cutting.filters import (
     FILTERS,
-    black_part,
     blur,
     parse_filters,
-    pen_part,
     refused_by,
-    white_part,
 )
 from spatialdl.slides.cutting.stains import (
     METHODS,
@@ -53,17 +49,6 @@ def half(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.concatenate([one[:32], other[32:]])
 
 
-def test_parts_of_a_tile():
-    assert black_part(half(plain((0, 20, 25)), plain(PINK))) == 0.5
-    assert black_part(plain((0, 0, 26))) == 0
-    assert white_part(half(plain((220, 255, 230)), plain(PINK))) == 0.5
-    assert white_part(plain((219, 255, 255))) == 0
-    for part, colours in ((1, INKS), (0, NO_INKS)):  # ink is told from stains
-        for colour in colours:
-            assert pen_part(plain(colour)) == part
-            assert pen_part(half(plain(colour), tissue())) == pytest.approx(part / 2, abs=0.05)
-
-
 def test_blur_is_that_of_the_focus_not_of_the_contrast():
     sharp = tissue(200)
     soft = ndimage.gaussian_filter(sharp.astype(float), (5, 5, 0)).astype(np.uint8)
@@ -79,11 +64,15 @@ def test_the_filter_that_refuses_is_named():
         (tissue(), ALL, None),
         (plain(PINK), ALL, "blur"),
         (plain(GLASS), ALL, "white"),
-        (plain((30, 60, 180)), ALL, "pen"),
+        (half(plain((220, 255, 230)), plain((219, 255, 255))), {"white": 0.5}, None),
         (black, ALL, "black"),
         (black, {}, None),
-        (half(black, tissue()), {"black": 0.6}, None),
+        (half(plain((0, 20, 25)), plain((0, 0, 26))), {"black": 0.5}, None),
         (half(black, tissue()), {"black": 0.4}, "black"),
+        # ink is told from stains
+        *((plain(colour), {"pen": 0.9}, "pen") for colour in INKS),
+        *((half(plain(colour), tissue()), {"pen": 0.6}, None) for colour in INKS),
+        *((plain(colour), {"pen": 0.0}, None) for colour in NO_INKS),
     ]:
         assert refused_by(tile, filters) == name
 
@@ -95,8 +84,7 @@ def test_the_filter_that_refuses_is_named():
         (" pen = 0.2, white,black=1", {"pen": 0.2, "white": 0.9, "black": 1}),
         ("blur,", "unknown filter '', expected one of black, white, pen, blur"),
         ("pen,blur,pen=1", "filter pen is repeated"),
-        ("pen=", "filter pen has '', expected a number between 0 and 1"),
-        ("pen=nan", "has 'nan'"),
+        ("pen=nan", "filter pen has 'nan', expected a number between 0 and 1"),
     ],
 )
 def test_filters_are_read(text, found):
@@ -110,7 +98,9 @@ def test_filters_are_read(text, found):
 def test_good_tiles_of_real_slides_pass(real):
     for name, mpp in [("CMU-1-Small-Region.svs", None), ("tcga-cr-7395-01a-01-ts1.svs", 0.25)]:
         with Slide(real / name, mpp) as slide:
-            for tile in list(cut_tiles(slide, plan_tiles(slide, 256, 0.5)))[::8]:
+            plan = plan_tiles(slide, 256, 0.5)
+            some = replace(plan, places=plan.places[::16], labels=plan.labels[::16])
+            for tile in cut_tiles(slide, some):
                 assert tile.image is not None
                 assert refused_by(tile.image, ALL) is None
                 smooth = ndimage.gaussian_filter(tile.image, (4, 4, 0))
@@ -130,8 +120,6 @@ def test_the_sample_is_spread_over_the_tiles(synthetic, real):
         asked: list[int] = []
         assert len(sampled(slide, plan, lambda image: asked.append(1) or True)) == 0
         assert len(asked) == len(plan.places)
-        some = sampled(slide, plan, lambda image: asked.append(1) or len(asked) % 2)
-        assert len(some) == len(pixels)  # others took the places of those refused
         few = replace(plan, places=plan.places[:3], labels=plan.labels[:3])
         assert len(sampled(slide, few, never)) == len(pixels) // 8
     with Slide(real / "bad" / "corrupt-some-tiles.svs") as slide:  # damaged tiles are left out
@@ -197,32 +185,15 @@ def test_a_slide_gets_the_colours_of_the_reference(method):
     if isinstance(again, StainColours):
         assert np.abs(again.stains - reference.stains).max() < 0.05
         assert again.strength == pytest.approx(reference.strength, rel=0.1)
+    else:
+        assert again.mean == pytest.approx(reference.mean, abs=0.3)
+        assert again.spread == pytest.approx(reference.spread, rel=0.05)
     # glass stays white, and the reference as it is
     white = np.full((3, 5, 3), 255, np.uint8)
     assert (recoloured(white, own, reference) == 255).all()
-    glass = np.full((3, 5, 3), 245, np.uint8)
-    assert np.abs(recoloured(glass, own, reference).astype(int) - 245).max() <= 12
     difference = np.abs(recoloured(strong, reference, reference).astype(int) - strong)
     assert difference.mean() < 1.5
     assert np.quantile(difference, 0.99) <= 10
-
-
-def test_reinhard_moves_mean_and_spread():
-    random = np.random.default_rng(1)
-    slides = [
-        np.clip(random.normal(mean, spread, (80, 90, 3)), 0, 255).astype(np.uint8)
-        for mean, spread in [((150, 90, 160), 12), ((120, 80, 120), 8)]
-    ]
-    own, reference = (colours_of(k.reshape(-1, 3), "reinhard") for k in slides)
-    again = colours_of(recoloured(slides[0], own, reference).reshape(-1, 3), "reinhard")
-    assert again.mean == pytest.approx(reference.mean, abs=0.3)
-    assert again.spread == pytest.approx(reference.spread, rel=0.05)
-
-
-def test_concentrations_are_the_best_that_are_not_negative():
-    density = np.random.default_rng(2).normal(0.2, 0.5, (300, 3))
-    expected = np.array([nnls(TRUE.T, row)[0] for row in density])
-    assert concentrations(density, TRUE) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -86,10 +86,7 @@ def test_aperio():
     assert [len(region.holes) for region in regions] == [1, 1]
     assert regions[0].holes[0].tolist() == [list(map(float, corner)) for corner in hole]
     assert others == 1
-    # layers keep their holes to themselves
-    two = aperio((0, 0, outline), name="")
-    both = one.replace(b"</Annotations>", b"") + two[two.index(b"<Annotation ") :]
-    assert [(r.label, len(r.holes)) for r in read_xml(both)[0]][2:] == [("Stroma", 0)]
+    assert [r.label for r in read_xml(aperio((0, 0, outline), name=""))[0]] == ["Stroma"]
     # shapes given by two corners
     corners = [(100, 60), (0, 20)]
     (box, ellipse), _ = read_xml(aperio((1, 0, corners), (2, 0, corners)))
@@ -145,12 +142,7 @@ def test_other_ways_to_write_geojson(tmp_path):
             path = written(tmp_path, start + json.dumps(content))
             assert [region.area for region in read_annotations(path)] == [8000]
     # no annotation at all is no region
-    for name, content in [
-        ("a.geojson", collection()),
-        ("a.json", []),
-        ("a.xml", "<ASAP_Annotations><Annotations/></ASAP_Annotations>"),
-        ("b.xml", "<Annotations/>"),
-    ]:
+    for name, content in [("a.geojson", collection()), ("b.xml", "<Annotations/>")]:
         assert read_annotations(written(tmp_path, content, name)) == []
 
 
@@ -158,26 +150,18 @@ def test_other_ways_to_write_geojson(tmp_path):
     ("content", "says"),
     [
         ("", "Expecting value"),
-        ('{"type": "FeatureCollection", "features": [', "Expecting value"),
         ("{}", "it is not a GeoJSON FeatureCollection; its type is None"),
-        ("3", "it is not a GeoJSON"),
         ('{"type": "FeatureCollection"}', "'features' is missing"),
         ("[[1]]", "'[1]' is not a GeoJSON Feature"),
         ([[0, 0], [1, 1]], "the shape (2, 2), expected 3 corners"),
-        ([[0, 0], [1, 1], [2]], "inhomogeneous"),
         ([["x", 0], [1, 1], [2, 2]], "could not convert"),
-        ([], "the shape (0,), expected 3 corners"),
-        ([[0, 0], [float("nan"), 1], [2, 2]], "is not finite"),
-        ([[0, 0], [1e300, 1], [2, 2]], "a corner of a polygon is not finite"),
+        ([[0, 0], [float("nan"), 1], [2, 2]], "a corner of a polygon is not finite"),
         ([feature("Point", [1, 2])], "have no region, only 1 points, lines or detections"),
         ("[" * 100_000, "nested too deeply"),
         ("<Annotations><Annotation>", "it is not XML: no element found"),
         ("<html/>", "its first element is <html>"),
         ('<!DOCTYPE x [<!ENTITY a "aa">]><Annotations>&a;</Annotations>', "has a document type"),
-        ('<!DOCTYPE a SYSTEM "file:///etc/passwd"><Annotations/>', "has a document type"),
         (ASAP.replace(b'Type="Polygon"', b"").decode(), "'Type' is missing"),
-        (ASAP.replace(b'X="40"', b"", 1).decode(), "'X' is missing"),
-        (ASAP.replace(b'X="40"', b'X="forty"', 1).decode(), "could not convert"),
     ],
 )
 def test_what_is_malformed_is_refused(tmp_path, content, says):
@@ -219,18 +203,16 @@ def square(x0: float, y0: float, side: float) -> np.ndarray:
     return np.array([(x0, y0), (x0 + side, y0), (x0 + side, y0 + side), (x0, y0 + side)], float)
 
 
-def test_triangles_that_meet_share_no_pixel_and_leave_none_out():
-    corners = ([(0, 0), (9, 0), (9, 9)], [(0, 0), (9, 9), (0, 9)])
-    one, other = (filled(np.array(triangle), (9, 9)) for triangle in corners)
-    assert (one ^ other).all()
-
-
 @given(st.integers(3, 12), st.integers(0, 2**32 - 1))
 def test_any_polygon_is_filled_as_by_scikit_image(corners, seed):
     random = np.random.default_rng(seed)
     ring = random.uniform(-15, 45, (corners, 2))  # crosses itself, leaves the picture
     expected = polygon2mask((30, 25), ring[:, ::-1] - 0.5)
     assert (filled(ring, (30, 25)) == expected).all()
+    # triangles that meet share no pixel and leave none out
+    triangles = ([(0, 0), (9, 0), (9, 9)], [(0, 0), (9, 9), (0, 9)])
+    one, other = (filled(np.array(triangle), (9, 9)) for triangle in triangles)
+    assert (one ^ other).all()
 
 
 def test_the_smallest_region_counts_whatever_the_order():

@@ -57,16 +57,6 @@ def test_tissue_alone_is_not_split_into_pale_and_dark():
     assert find_tissue(thumbnail(image)).mask.mean() > 0.99
 
 
-def test_real_slides(real):
-    for name, low, high in [
-        ("CMU-1-Small-Region.svs", 0.3, 0.45),
-        ("tcga-cr-7395-01a-01-ts1.svs", 0.5, 0.75),
-        ("bad/all-white.svs", 0.0, 0.0),
-    ]:
-        with Slide(real / name) as slide:
-            assert low <= find_tissue(slide.thumbnail(16.0)).mask.mean() <= high
-
-
 def test_fluorescence_is_recognised():
     image = np.zeros((120, 160, 3))  # blue cells on a dark ground, a faint tissue around them
     image[20:100, 30:130] = (8, 10, 24)
@@ -96,9 +86,8 @@ def test_a_bright_slide_in_a_wide_black_frame_is_not_fluorescence():
 @pytest.mark.parametrize(
     ("colour", "background", "part"),
     [
-        *(((0, 0, 0), "auto", 0), ((0, 0, 0), "dark", 0), ((255, 255, 255), "auto", 0)),
-        *((GLASS, "auto", 0), ((230, 228, 224), "auto", 0), (PINK, "auto", 1)),
-        *(((120, 40, 130), "auto", 1), ((90, 90, 200), "dark", 1)),
+        *(((0, 0, 0), "auto", 0), ((255, 255, 255), "auto", 0), (PINK, "auto", 1)),
+        *(((230, 228, 224), "auto", 0), ((90, 90, 200), "dark", 1)),
     ],
 )
 def test_one_colour_all_over_is_all_or_nothing(colour, background, part):
@@ -149,13 +138,21 @@ def drawn(size: tuple[int, int] = (50, 100)) -> np.ndarray:
     return mask
 
 
-@pytest.mark.parametrize("size", [(1000, 2000), (333, 667), (2, 4)])
+@pytest.mark.parametrize("size", [(333, 667), (2, 4)])
 def test_a_mask_of_any_size(tmp_path, size):
     Image.fromarray(drawn(size)).save(tmp_path / "a.png")
     mask = read(tmp_path / "a.png")
     assert mask.shape == (50, 100)
     assert mask[:, :49].all()
     assert not mask[:, 51:].any()
+    # a pixel is tissue from a half
+    fine = drawn((100, 200))
+    fine[:2, :2] = ((0, 1), (0, 0))
+    fine[98:, 198:] = ((1, 0), (0, 1))
+    Image.fromarray(fine).save(tmp_path / "a.png")
+    mask = read(tmp_path / "a.png")
+    assert not mask[0, 0]
+    assert mask[-1, -1]
 
 
 def test_a_thumbnail_that_ends_beyond_the_slide_is_not_drawn_together(tmp_path):
@@ -168,16 +165,6 @@ def test_a_thumbnail_that_ends_beyond_the_slide_is_not_drawn_together(tmp_path):
     assert mask[:, 98:].all()
     assert not mask[:49, :98].any()
     assert mask[49].all()
-
-
-def test_a_pixel_is_tissue_from_a_half(tmp_path):
-    fine = drawn((100, 200))
-    fine[:2, :2] = ((0, 1), (0, 0))
-    fine[98:, 198:] = ((1, 0), (0, 1))
-    Image.fromarray(fine).save(tmp_path / "a.png")
-    mask = read(tmp_path / "a.png")
-    assert not mask[0, 0]
-    assert mask[-1, -1]
 
 
 def test_all_ways_to_store_a_mask(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,10 +12,9 @@ import pytest
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
+from spatialdl.slides.finding.annotations import find_annotations
 from spatialdl.slides.reading.paths import (
     grouped,
-    is_uid,
-    may_be_dicom,
     series_at,
     slide_addresses,
     slide_aliases,
@@ -28,7 +26,7 @@ from spatialdl.slides.reading.paths import (
     slides_among,
 )
 from spatialdl.slides.reading.reader import Slide
-from tests.slides.batch.batches import annotate, places, polygon, rows, samples, tile
+from tests.slides.batch.batches import rows, samples, tile
 from tests.slides.dicom_series import uid, write_annotation, write_series
 from tests.slides.tiled_tiffs import picture
 
@@ -61,12 +59,6 @@ def test_without_pydicom_only_dicom_files_are_refused(tmp_path, monkeypatch):
     write_annotation(tmp_path / "a.dcm", uid("note"))
     with pytest.raises(SlideError, match=r"a\.dcm is a DICOM file.*pip install .spatialdl\[dicom"):
         grouped(tmp_path.iterdir())
-
-
-def test_names_tell_what_may_be_dicom_and_uids_are_safe_as_names():
-    names = ["a.dcm", "a.DCM", "IM0001", "1.2.840.5", "a.svs", "a.txt"]
-    assert [may_be_dicom(Path(name)) for name in names] == [True] * 4 + [False] * 2
-    assert [is_uid(name) for name in ("1.2.840", "..", "1/2", "a", "")] == [True] + [False] * 4
 
 
 @pytest.fixture
@@ -110,6 +102,9 @@ def test_series_beside_others_have_their_uid(flat):
     assert slide_name(flat / B) == B
     assert slide_source(flat / "b0.dcm") == flat / B
     assert flat not in slide_addresses(flat / B)
+    for name in ("case.a", B):  # a mask or annotations have its name
+        (flat / f"{name}.xml").touch()
+    assert find_annotations(flat, flat / B) == flat / f"{B}.xml"
     with Slide(flat / B) as slide:
         assert (slide.name, slide.downsamples) == (B, (1, 2))
 
@@ -200,15 +195,12 @@ def test_folders_are_found(cases, flat):
             find_slides(paths)
 
 
-def test_a_series_is_one_slide_of_one_split(tmp_path, cases, small):
+def test_a_series_is_one_slide_of_one_split(tmp_path, cases):
     labels, out = labelled(tmp_path / "labels.csv", "case.a/level-2.dcm", B), tmp_path / "set"
     assert tile(cases, "--recursive", "--out", out, *SIZE, "--labels", labels) == 0
     assert splits(out) == {"case.a": {"train"}, "case.b": {"val"}}
     found = {name: row["slide_id"] for name, row in rows(out).items()}
     assert found == {"case.a": "case.a", "case.b": "case.b"}
-    # the tiles of the same picture as TIFF
-    assert tile(small, "--out", tmp_path / "tiff", *SIZE) == 0
-    assert sorted(places(out)) == sorted(places(tmp_path / "tiff"))
 
 
 def test_labels_must_tell_series_apart(tmp_path, cases, capsys):
@@ -227,16 +219,6 @@ def test_a_batch_goes_on_where_it_was(tmp_path, cases, pictures, capsys):
     assert tile(cases / "case.a", "--out", out, *SIZE) == 0
     assert tile(*(cases / "case.a").iterdir(), "--out", out, *SIZE) == 0
     assert "nothing to do" in capsys.readouterr().out
-    # the same series, called by its UID while another lies beside it
-    both = Path(shutil.copytree(cases / "case.a", tmp_path / "both"))
-    write_series(both, pictures["b"], B, name="b{}.dcm")
-    fresh = tmp_path / "other"
-    assert tile(both / A, "--out", fresh, *SIZE) == 0
-    assert len(samples(fresh)) == len(samples(out))
-    for file in both.glob("b*"):
-        file.unlink()
-    assert tile(both, "--out", fresh, *SIZE) == 0
-    assert list(splits(fresh)) == ["both"]
     # one file of a series with other contents is another slide
     write_series(cases / "case.a", 255 - pictures["b"], A, 1, label=False)
     assert tile(cases / "case.a", "--out", out, *SIZE) in (0, 1)
@@ -253,14 +235,6 @@ def test_a_data_set_with_a_slide_per_file_is_mended(tmp_path, cases):
     record.unlink()
     assert tile(cases / "case.a", "--out", out, *SIZE) == 0
     assert list(splits(out)) == ["case.a"]
-
-
-def test_masks_and_annotations_have_either_name(tmp_path, cases):
-    for name in ("case.a", B):
-        annotate(tmp_path / "notes", name, polygon(0, 0, 256, 256, "x"))
-    words = ["--recursive", "--out", tmp_path / "set", *SIZE, "--annotations", tmp_path / "notes"]
-    assert tile(cases, *words) == 0
-    assert sorted(splits(tmp_path / "set")) == ["case.a", "case.b"]
 
 
 def test_damaged_files_are_slides_that_failed(tmp_path, cases):

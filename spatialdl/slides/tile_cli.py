@@ -15,10 +15,9 @@ from spatialdl.common.text import counted, print_lines, readable_bytes
 from spatialdl.data.folder import ResumableFolder, holds_results
 from spatialdl.data.options import stripe_files
 from spatialdl.data.outcomes import FAILED, MISUSED, OK, EmptyResultError, exit_code, run_command
-from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
+from spatialdl.slides.batch.assembly import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.finding_slides import SlideLabel, find_slides, read_labels, slide_names
-from spatialdl.slides.batch.options import parsed, parsed_path, settings_of
 from spatialdl.slides.batch.record import (
     PICTURES,
     holds_work,
@@ -28,11 +27,12 @@ from spatialdl.slides.batch.record import (
 )
 from spatialdl.slides.batch.report import TilingReport, save_reports, table, warnings, why_nothing
 from spatialdl.slides.batch.report_page import save_batch
-from spatialdl.slides.batch.running import BatchRun, batch_executor, executor_of_ranks
+from spatialdl.slides.batch.run import BatchRun, batch_executor, executor_of_ranks
 from spatialdl.slides.batch.steps import BatchRequest, Task
+from spatialdl.slides.batch.tile_options import parsed, parsed_path, settings_of
 from spatialdl.slides.cohort.leaks import check_duplicates, check_patients, check_pictures
 from spatialdl.slides.finding.annotations import BACKGROUND
-from spatialdl.slides.inspecting import inspect, verify
+from spatialdl.slides.inspection import inspect, verify
 from spatialdl.slides.reading.paths import slide_bytes
 
 _TOOLS: dict[str, Callable[[Path], object]] = {"inspect": inspect, "verify": verify}
@@ -154,9 +154,8 @@ def _batch(
     settings = settings_of(options, classes)
     target = options.out.resolve()
     is_same = not options.overwrite and load_settings(target) == settings
-    return BatchRequest(
-        options, choosing, settings, classes, None, target, target if is_same else None
-    )
+    before = target if is_same else None
+    return BatchRequest(options, choosing, settings, classes, target, before)
 
 
 def _count(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None) -> int:
@@ -174,7 +173,7 @@ def _count(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None
 def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None) -> int:
     overwrite = batch.options.overwrite
     folder = ResumableFolder(batch.target, overwrite=overwrite, settings=batch.settings)
-    batch = replace(batch, folder=folder.path, before=folder.before)
+    batch = replace(batch, built_in=folder.path, before=folder.before)
     try:
         undone = stripe_files(folder.path, batch.options.stripe_count, batch.options.stripe_size)
         if undone:
@@ -185,7 +184,7 @@ def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None)
         if keeps:
             kept = f"partial results are in {folder.path}; run the same command again to resume"
         if isinstance(error, KeyboardInterrupt):
-            error.args = (kept,)  # whichever signal it is of
+            error.add_note(kept)
         elif keeps:
             raise OSError(f"{error}; {kept}") from error
         else:

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from math import nextafter
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from spatialdl.common.text import aligned, counted, positive_int
 from spatialdl.data.tables import PATIENT, SPLIT, SlideTable, in_two_splits, read_table
 from spatialdl.slides.batch.finding_slides import find_slides, slide_index
+from spatialdl.slides.batch.tile_options import number_in
 from spatialdl.slides.cohort.leaks import pairs_apart, same_slides
 
 _OK, _FAILED, _MISUSED = 0, 1, 2
@@ -100,14 +102,7 @@ def _folds(text: str) -> int:
     return int(text)
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a fraction, at least 0 and below 1")
-    return share
+_share = number_in(0.0, nextafter(1.0, 0.0), "a fraction, at least 0 and below 1")
 
 
 def _alike(options: argparse.Namespace, table: SlideTable) -> list[list[int]]:

@@ -311,10 +311,10 @@ class BatchRun:
         """Plan, cut and finish a slide; an error is its report."""
         batch, report = self._batch, None
         try:
-            planned: Planned
+            planned: Planned | TilingReport
             [planned] = yield [Call((_PLAN, order), partial(plan_slide, batch, task))]
-            report = planned.report
-            if planned.plan is None:
+            report = planned if isinstance(planned, TilingReport) else planned.report
+            if isinstance(planned, TilingReport):
                 self.before.append(task.name)
             elif self._dry:
                 report.written = 1 if planned.region else planned.pieces

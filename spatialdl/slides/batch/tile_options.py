@@ -304,8 +304,8 @@ def _is_given(options: argparse.Namespace, text: str) -> bool:
     return bool(actual == value if value else actual)
 
 
-def _number(low: float, high: float, what: str) -> Callable[[str], float]:
-    """Return a parser of numbers in a range."""
+def number_in(low: float, high: float, what: str) -> Callable[[str], float]:
+    """Return a parser of numbers from `low` to `high`, for argparse; `what` they are."""
 
     def parse(text: str) -> float:
         try:
@@ -320,10 +320,10 @@ def _number(low: float, high: float, what: str) -> Callable[[str], float]:
 
 
 _LOW, _HIGH = PLAUSIBLE_MPP
-_mpp = _number(_LOW, _HIGH, f"micrometres per pixel, between {_LOW} and {_HIGH}")
+_mpp = number_in(_LOW, _HIGH, f"micrometres per pixel, between {_LOW} and {_HIGH}")
 _POWERS = MPP_AT_1X / _HIGH, MPP_AT_1X / _LOW
-_mag = _number(*_POWERS, "the power of an objective, between {:g} and {:g}".format(*_POWERS))
-_fraction = _number(0.0, 1.0, "a fraction between 0 and 1")
+_mag = number_in(*_POWERS, "the power of an objective, between {:g} and {:g}".format(*_POWERS))
+_fraction = number_in(0.0, 1.0, "a fraction between 0 and 1")
 
 
 def _level(text: str) -> int:
