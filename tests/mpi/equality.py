@@ -10,7 +10,6 @@ from functools import cache
 from itertools import count, product
 from math import prod
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import pytest
 import torch
@@ -144,14 +143,6 @@ def check(
     close(grads[0], expected[0], f"{what}: gradient of the image ")
     for number, (grad, wanted) in enumerate(zip(grads[1:], expected[1:], strict=True)):
         close(mean_over_ranks(grad, mesh), wanted, f"{what}: gradient of parameter {number} ")
-
-
-def check_in(dims: int, operation: Operation, what: str, *parameters: Tensor) -> None:
-    """`check` on grids of signals or volumes of so many dims, of any size, with 4 channels."""
-    rng = random.Random(crc32(what.encode()))
-    image = parameter(rng, 2, 4, *(rng.randint(6, 9) for _ in range(dims)))
-    for mesh in some_meshes(dims).values():
-        check(operation, image, parameters, mesh, f"{what} of {tuple(image.shape)} on {mesh.grid}")
 
 
 def same(operation: Callable[[Tensor], Tensor], whole: Tensor, meshes: dict, what: str) -> None:
