@@ -1,6 +1,6 @@
 """Configurations of commands, as Hydra composes them: once for each choice of files.
 
-Composing takes 130 ms of a CPU, and the tests need two thousand; values are set in a copy, in 4 ms.
+Composing takes 80 ms of a CPU, and the tests need two thousand; values are set in a copy, in 4 ms.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from copy import deepcopy
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # of ranks that tests start
@@ -68,6 +69,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("SPATIALDL_SLOW", "1")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files of few tests first, which start processes: no worker is alone with one at the end."""
+    if hasattr(config, "workerinput"):
+        counts = Counter(item.path for item in items)
+        items.sort(key=lambda item: counts[item.path])
+
+
 # Shells let what a script runs in the background ignore it, and all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,6 +92,27 @@ def sessions_of_open_mpi() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("PRTE_MCA_prte_local_tmpdir_base", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def configuration_files() -> Iterator[None]:
+    """Hydra reads those of packages once: parsing them is half of the time of composing."""
+    from hydra._internal.core_plugins.importlib_resources_config_source import (
+        ImportlibResourcesConfigSource as Files,
+    )
+
+    kept: dict[tuple[str, str, str], object] = {}
+    read = Files.load_config
+
+    def load(files: Files, config_path: str) -> object:
+        name = files.provider, files.path, config_path
+        if name not in kept:
+            kept[name] = read(files, config_path)
+        return deepcopy(kept[name])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Files, "load_config", load)
         yield
 
 
@@ -109,24 +138,23 @@ def run_main(
     return run
 
 
-@pytest.fixture(autouse=True)
-def filters_of_the_log() -> Iterator[None]:
-    """A run in the process of a test leaves none: they would hide warnings that it has logged."""
-    yield
-    for handler in logging.root.handlers:
-        handler.filters.clear()
+@pytest.hookimpl(wrapper=True)  # a fixture for each test would cost more
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """A command in the process of a test leaves nothing that would change other tests.
 
-
-@pytest.fixture(autouse=True)
-def handlers_of_signals() -> Iterator[None]:
-    """A command in the process of a test leaves neither its handlers nor signals that it kept."""
+    Neither its handlers of signals, nor signals that it kept, nor filters of the log, which hide
+    warnings.
+    """
     before = {number: signal.getsignal(number) for number in early_signals.STOPPING}
-    yield
+    result = yield
     signal.set_wakeup_fd(-1)  # of a run, whose thread would end this process at the next signal
     early_signals.take()
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+    for one in logging.root.handlers:
+        one.filters.clear()
+    return result
 
 
 @pytest.fixture

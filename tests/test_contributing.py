@@ -17,6 +17,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CODE_OF_CONDUCT.md", *DECISIONS]
 PAGES += [ROOT / "docs" / name for name in ("decisions/README.md", "containers.md")]
+ALL = sorted({*PAGES, ROOT / "README.md", *(ROOT / "docs").rglob("*.md")})
 HEADINGS = ["Context", "Tried and measured", "Decision", "Consequences"]
 
 
@@ -28,10 +29,19 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert [one for one in named if "NAME" not in one and not (ROOT / one).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
-    links = re.findall(r"\]\(([^):#]+)(?:#[^)]*)?\)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def headings(page: Path) -> set[str]:
+    """As GitHub makes links of them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
+def test_every_place_that_a_page_links_is_there(page: Path) -> None:
+    for link in re.findall(r"\]\(([^):]+)\)", page.read_text()):
+        file, _, heading = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
 
 
 def names_in(file: Path) -> set[str]:
@@ -46,10 +56,11 @@ def test_every_name_of_the_guide_is_in_the_source() -> None:
     assert [word for word in words if word not in known] == []
 
 
-def test_targets_of_make_that_the_guide_names_are_there() -> None:
-    lines = re.findall(r"(?:^|`)make ([\w -]+?)(?:`|  +#|$)", GUIDE, re.MULTILINE)
+def test_targets_of_make_that_are_named_are_there() -> None:
+    text = "\n".join(page.read_text() for page in ALL)
+    lines = re.findall(r"(?:^|`)make ([\w -]+?)(?:`|  +#|$)", text, re.MULTILINE)
     targets = {target for line in lines for target in line.split()}
-    assert {"setup", "test-fast", "test", "lint"} <= targets
+    assert {"setup", "demo", "test-fast", "test", "lint"} <= targets
     assert {one for one in targets if not re.search(rf"^{one}:", MAKEFILE, re.MULTILINE)} == set()
 
 

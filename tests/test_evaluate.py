@@ -15,6 +15,7 @@ from spatialdl import evaluate
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.importing.command import main as import_command
+from spatialdl.inference.evaluating import evaluation
 from spatialdl.slides.cohort.split_cli import main as split_table
 from spatialdl.training.trainer import Trainer
 from tests.bags import LENGTHS, SMALL, bag_config, write_bags
@@ -57,6 +58,12 @@ def here(folder, monkeypatch, run_main):
     return partial(run_main, evaluate.main, *HERE)
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Curves take longer than what is tested here, and have tests of their own."""
+    monkeypatch.setattr(evaluation, "save_pictures", lambda *_: {})
+
+
 def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here):
     code, said = here("ckpt_path=run", "shards=tiles", "split=test", "hydra.run.dir=e")
     assert code == 0, said
@@ -80,6 +87,7 @@ def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here):
     assert "data:image/jpeg" in (folder / "again" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_flat_folder_with_a_table_is_split_imported_trained_on_and_evaluated(folder, here):
     rng, lines = np.random.default_rng(1), ["filename,label,patient"]
     (folder / "flat").mkdir()
@@ -139,6 +147,7 @@ def _confusion_of_maps(folder):
     return found
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_slides_are_evaluated_with_a_table(folder, here):
     """By tile, slide, patient and scanner; a slide that cannot be read is reported."""
     (folder / "slides").mkdir()
@@ -167,6 +176,7 @@ def test_slides_are_evaluated_with_a_table(folder, here):
     assert "data:image/jpeg" in (folder / "s" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_volumes_are_evaluated_with_a_table(tmp_path, here):
     train_on_labels(tmp_path, "task=classification")
     (tmp_path / "new").mkdir()
@@ -186,6 +196,7 @@ def test_volumes_are_evaluated_with_a_table(tmp_path, here):
     assert told["levels"]["patient"]["units"] == 3
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_labels_may_be_by_sample(folder, here):
     """Of images without slides, too, which then are of patients."""
     dataset = ShardDataset(folder / "tiles")
@@ -204,6 +215,7 @@ def test_labels_may_be_by_sample(folder, here):
     assert "slide" not in told["levels"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_bags_of_features_are_evaluated(tmp_path, here):
     write_bags(tmp_path / "bags")
     words = (*SMALL["mean"], "trainer.max_epochs=1")

@@ -203,23 +203,6 @@ def test_every_choice_that_is_named_is_there_and_the_other_way_round(group):
         assert named == there
 
 
-def headings(page: Path) -> set[str]:
-    """As GitHub makes links of them."""
-    titles = re.findall(r"^#+ (.*)$", PAGES[page], re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_place_that_is_linked_is_there(page):
-    links = re.findall(r"\]\(([^):]+)\)", PAGES[page])
-    for link in links:
-        file, _, heading = link.partition("#")
-        target = (page.parent / file).resolve() if file else page
-        assert target.exists(), link
-        assert not heading or heading in headings(target), link
-    assert links or page.name != "README.md"
-
-
 def test_every_page_is_linked_from_the_index():
     """Of decisions, from their own index."""
     for page in PAGES:
@@ -231,10 +214,3 @@ def test_every_page_is_linked_from_the_index():
 
 def test_the_readme_is_read_in_a_few_minutes():
     assert len(README.splitlines()) <= 200
-
-
-def test_make_targets_that_are_named_are_there():
-    targets = set(re.findall(r"(?:^|`)make ([\w-]+)", ALL, re.MULTILINE))
-    rules = (ROOT / "Makefile").read_text()
-    assert {"demo", "test"} <= targets
-    assert [target for target in targets if not re.search(rf"^{target}:", rules, re.M)] == []

@@ -4,65 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from spatialdl.comm.launch import mpiexec_command
-from tests.training.checkpoints.runs import TINY, checkpoints, losses, table, train
-from tests.vision import import_path
+from tests.comm.running import Run, by_itself, by_mpiexec, running
+from tests.training.checkpoints.runs import checkpoints, losses, table, train
 
-ROOT = Path(__file__).resolve().parent.parent
-LONG = ["trainer.max_steps=100000", "data.validation_samples=0"]
-SP_PP = ["parallel=sp+pp", "parallel.microbatches=2"]
-
-
-def command(run_dir: Path, *overrides: str) -> list[str]:
-    words = [*TINY, *overrides, "ckpt_path=latest", f"hydra.run.dir={run_dir}"]
-    return [sys.executable, "-m", "spatialdl.train", *words]
-
-
-@contextmanager
-def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A run that has made its first step."""
-    with subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": import_path(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            said = []
-            for line in process.stdout:
-                said.append(line)
-                if " step " in line or "- step 1 of" in line:
-                    break
-            else:
-                pytest.fail("".join(said))
-            yield process
-        finally:
-            process.kill()
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the ranks below a launcher."""
-    found, todo = [], [process.pid]
-    while todo:
-        parent = todo.pop()
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        todo += map(int, children)
-        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
-        if not children and b"spatialdl.train" in words:
-            found.append(parent)
-    return sorted(found)
+SP_PP = ["parallel=sp+pp", "parallel.microbatches=2", "ckpt_path=latest"]
 
 
 def stopped_at(run_dir: Path) -> int:
@@ -77,13 +27,17 @@ def stopped_at(run_dir: Path) -> int:
 
 def test_three_ranks_are_stopped_and_one_goes_on(tmp_path):
     run_dir = tmp_path / "run"
-    with started(command(run_dir, *SP_PP, *LONG)) as process:
-        process.send_signal(signal.SIGTERM)
-        output = process.stdout.read()
-        assert process.wait(250) == 0, output
+    with running(by_itself(), run_dir, *SP_PP) as run:
+        run.process.send_signal(signal.SIGTERM)
+        ends_well(run)
     step = stopped_at(run_dir)
     assert len(table(run_dir / "metrics.csv")) == step
     goes_on(run_dir, step)
+
+
+def ends_well(run: Run) -> None:
+    said = run.process.communicate(timeout=250)[0]
+    assert run.process.returncode == 0, said
 
 
 def goes_on(run_dir: Path, step: int) -> None:
@@ -98,9 +52,9 @@ def goes_on(run_dir: Path, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_one_process_is_stopped(number, tmp_path):
-    with started(command(tmp_path, *LONG)) as process:
-        process.send_signal(number)
-        assert process.wait(250) == 0
+    with running(by_itself(), tmp_path) as run:
+        run.process.send_signal(number)
+        ends_well(run)
     assert stopped_at(tmp_path) >= 1
     assert json.loads((tmp_path / "stopped.json").read_text())["signal"] == number.name
 
@@ -108,42 +62,36 @@ def test_one_process_is_stopped(number, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["launcher", "one", "all"])
 def test_whoever_is_told_all_ranks_of_mpiexec_stop(who, tmp_path):
-    with started([*mpiexec_command(3), *command(tmp_path, *SP_PP, *LONG)]) as process:
-        ranks = ranks_of(process)
-        assert len(ranks) == 3
-        for pid in {"launcher": [process.pid], "one": ranks[1:2], "all": ranks}[who]:
+    with running(by_mpiexec(3), tmp_path, *SP_PP) as run:
+        ranks = [run.ranks[rank] for rank in range(3)]
+        for pid in {"launcher": [run.process.pid], "one": ranks[1:2], "all": ranks}[who]:
             os.kill(pid, signal.SIGUSR1 if who == "launcher" else signal.SIGTERM)
-        output = process.stdout.read()
-        assert process.wait(250) == 0, output
+        ends_well(run)
     assert stopped_at(tmp_path) >= 1
 
 
 @pytest.mark.slow
 def test_a_second_signal_leaves_at_once(tmp_path):
-    with started(command(tmp_path, *SP_PP, *LONG)) as process:
-        ranks = [os.pidfd_open(pid) for pid in ranks_of(process)]
-        stuck = ranks_of(process)[-1]
-        os.kill(stuck, signal.SIGSTOP)  # so that no step ends
-        process.send_signal(signal.SIGINT)
-        for line in process.stdout:
+    with running(by_itself(), tmp_path, *SP_PP) as run:
+        run.send(2, signal.SIGSTOP)  # so that no step ends
+        run.process.send_signal(signal.SIGINT)
+        for line in run.process.stdout:
             if "stopping after this step" in line:
                 break
-        process.send_signal(signal.SIGINT)
-        os.kill(stuck, signal.SIGCONT)
-        assert process.wait(250) == 128 + signal.SIGINT
-        for rank in ranks:
-            assert select.select([rank], [], [], 5)[0], "a rank is still there"
-            os.close(rank)
+        run.process.send_signal(signal.SIGINT)
+        run.send(2, signal.SIGCONT)
+        run.end()
+        assert run.process.returncode == 128 + signal.SIGINT
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_the_last_checkpoint(tmp_path):
     often = "trainer.checkpoint.every_steps=1"
-    with started(command(tmp_path / "run", *SP_PP, *LONG, often)) as process:
-        for line in process.stdout:
+    with running(by_itself(), tmp_path / "run", *SP_PP, often) as run:
+        for line in run.process.stdout:
             if "checkpoint: " in line and "step-00000004" in line:
                 break
-        os.kill(ranks_of(process)[1], signal.SIGKILL)
-        assert process.wait(250) != 0
+        run.send(1, signal.SIGKILL)
+        run.end()
     assert not (tmp_path / "run" / "stopped.json").exists()
     goes_on(tmp_path / "run", checkpoints(tmp_path / "run")[-1])

@@ -37,15 +37,12 @@ STEPS = 500
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        pytest.param(
-            "raises", r"rank 1 on node2: Traceback.*?\nRuntimeError: this rank has had en"
-        ),
+        ("raises", r"rank 1 on node2: Traceback.*?\nZeroDivisionError: this rank has had en"),
         pytest.param("dies", r"error: node2: task 1: Killed", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_ends_the_job_and_is_named(how, said, assert_gone, tmp_path):
-    model = ["model._target_=tests.cluster.networks.network", f"++model.how={how}"]
-    done = run([*ON_THREE, *SP_PP, *model, "hydra.run.dir=run"], tmp_path)
+    done = run([*ON_THREE, *SP_PP, *with_failing(how), "hydra.run.dir=run"], tmp_path)
     assert done.returncode != 0
     assert_gone(NODES, f"model.how={how}")
     assert len(re.findall(said, done.stderr, re.DOTALL)) == 1, done.stderr

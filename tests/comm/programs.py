@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.vision import import_path
+
 ROOT = Path(__file__).resolve().parents[2]
 ENDS_S = 280
 """Far more than any of them needs; a program that hangs fails its test."""
@@ -22,7 +24,7 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | {
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "PYTHONPATH": import_path(ROOT),
         **variables,
     }
 

@@ -144,8 +144,8 @@ class Fails(nn.Module):
         if self.left == 0 and info is not None and info.rank == self.rank:
             if self.how == "raises":
                 raise ZeroDivisionError("this rank has had enough")
-            if self.how == "stops":
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if number := {"stops": signal.SIGSTOP, "dies": signal.SIGKILL}.get(self.how):
+                os.kill(os.getpid(), number)
             signal.pause()
         return x
 

@@ -118,4 +118,3 @@ def test_what_a_reader_does_is_noticed_and_takes_nobody_with_it(child):
         outcome = give(bad)
         assert (outcome.kind, said in outcome.said) == (kind, True), outcome.said
         assert not outcome.clean
-    assert give(b"read").clean

@@ -175,15 +175,6 @@ class RandomChain(nn.Sequential):
         )
 
 
-def residual() -> nn.Module:
-    """`RandomChain` without random numbers."""
-    model = RandomChain()
-    model.channels = model.pixels = model.features = nn.Identity()
-    for block in (model.block1, model.block2):
-        block.drop = block.path = nn.Identity()  # type: ignore[union-attr, assignment]
-    return model
-
-
 class RandomNet(nn.Module):
     """The same with a forward of its own; its blocks, not its layers, run again."""
 
@@ -369,7 +360,6 @@ NETWORKS = {
     "skips": lambda: nn.Sequential(Fork(), Along(), Along(), Along(), Meet()),
     "random": RandomChain,
     "random_net": RandomNet,
-    "residual": residual,
     "unet": lambda: unet(num_classes=5, width=4, depth=3),
     "vgg": vgg,
     "resnet18": lambda: resnet18(num_classes=5, width=8),

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import queue
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,26 +36,57 @@ def test_a_missing_wait_shows():
     assert x.tolist() == [1, 1, 1]
 
 
-def test_streams_and_devices_are_chosen_and_left_again():
-    side = torch.Stream("sim:1")
-    assert torch.sim.current_device() == 0
-    with torch.sim.stream(side):
-        assert torch.sim.current_stream(1) == side
-        assert torch.sim.current_stream(0) == torch.sim.default_stream(0)
-    assert torch.sim.current_stream(1) == torch.sim.default_stream(1)
-    with torch.sim.device(1):
-        assert torch.empty(1, device="sim").device == torch.device("sim:1")
-    assert torch.empty(1, device="sim").device == torch.device("sim:0")
-    assert torch.accelerator.current_accelerator() == torch.device("sim")
+def test_freed_memory_serves_its_stream_again_and_is_not_a_number():
+    x = torch.ones(1000, device="sim")
+    address = x.data_ptr()
+    del x
+    again = torch.empty(1000, device="sim")
+    assert again.data_ptr() == address
+    assert again.isnan().all()
 
 
-def test_the_current_stream_belongs_to_the_thread():
-    found = []
-    with torch.sim.stream(torch.Stream("sim")):
-        other = threading.Thread(target=lambda: found.append(torch.sim.current_stream()))
-        other.start()
-        other.join()
-    assert found == [torch.sim.default_stream()]
+def test_a_tensor_freed_while_another_stream_reads_it_is_lost():
+    side = torch.Stream("sim")
+    x = torch.ones(1000, device="sim")
+    side.wait_stream(torch.sim.current_stream())
+    with torch.sim.held(side):
+        with side:
+            y = x + 1
+        del x
+        torch.empty(1, device="sim")  # it could have been given that memory
+        torch.sim.current_stream().synchronize()
+    side.synchronize()
+    assert y.isnan().all()
+
+
+def test_freed_memory_may_be_read_until_its_stream_allocates_again():
+    """A stream may wait for the readers only then, as that of FSDP2's gradients does."""
+    side = torch.Stream("sim")
+    with side:
+        x = torch.ones(1000, device="sim")
+    torch.sim.current_stream().wait_stream(side)
+    with torch.sim.held():
+        y = x + 1
+        del x
+        side.synchronize()
+        side.wait_stream(torch.sim.current_stream())
+        with side:
+            again = torch.empty(1000, device="sim")
+    assert (y == 2).all()
+    side.synchronize()
+    assert again.isnan().all()
+
+
+def test_a_pinned_target_is_written_later():
+    x = torch.ones(3, device="sim")
+    landing = torch.zeros(3).pin_memory()
+    event = torch.Event("sim")
+    with torch.sim.held():
+        landing.copy_(x, non_blocking=True)
+        event.record()
+        assert landing.tolist() == [0, 0, 0]
+    event.synchronize()
+    assert landing.tolist() == [1, 1, 1]
 
 
 def test_an_error_in_a_stream_is_raised_where_the_host_waits():
@@ -70,15 +97,6 @@ def test_an_error_in_a_stream_is_raised_where_the_host_waits():
         torch.sim.synchronize()
     torch.sim.synchronize()
     assert table.sum().item() == 8
-
-
-def test_a_native_function_needs_no_interpreter():
-    library = ctypes.PyDLL(None)  # which keeps the interpreter to itself while it waits
-    semaphore = ctypes.create_string_buffer(64)
-    library.sem_init(semaphore, 0, 0)
-    post = ctypes.cast(library.sem_post, ctypes.c_void_p).value
-    torch.sim.enqueue_native(post, ctypes.addressof(semaphore))
-    assert library.sem_wait(semaphore) == 0
 
 
 def test_device_aware_mpi_moves_device_memory_and_waits_for_no_stream():
@@ -97,29 +115,6 @@ def test_device_aware_mpi_moves_device_memory_and_waits_for_no_stream():
         with torch.sim.held():
             exchange(torch.ones(3, device="sim"), landed)
         assert landed.isnan().all()
-
-
-def send(x: Tensor, wire: queue.Queue[Tensor]) -> None:
-    """As NCCL sends: in the current stream, of what lies there then; the host goes on."""
-    view = torch.sim.host_view(x)
-    torch.sim.enqueue(lambda: wire.put(view.clone()), torch.sim.current_stream(x.device))
-
-
-def receive(x: Tensor, wire: queue.Queue[Tensor]) -> None:
-    view = torch.sim.host_view(x)
-    torch.sim.enqueue(lambda: view.copy_(wire.get()), torch.sim.current_stream(x.device))
-
-
-def test_messages_in_streams(delays):
-    wire: queue.Queue[Tensor] = queue.Queue()
-    y = torch.zeros(3, device="sim:1")
-    receive(y, wire)
-    y.mul_(2)
-    assert not torch.sim.current_stream(1).query()
-    x = torch.ones(3, device="sim:0").add_(1)
-    send(x, wire)
-    x.zero_()
-    assert y.tolist() == [4, 4, 4]
 
 
 def test_waits_copies_and_launches_are_counted_and_the_lines_that_wait_are_named():

@@ -25,6 +25,7 @@ import torchmetrics.functional.classification
 
 from spatialdl.data.writer import ShardWriter
 from spatialdl.training import reporter, run_directory, trainer
+from tests.composing import composed
 from tests.soak.job import VALIDATE_EVERY, Job, Kill, drawn
 from tests.soak.outcome import (
     Layout,
@@ -34,7 +35,7 @@ from tests.soak.outcome import (
     seen_by_step,
     state,
 )
-from tests.training.checkpoints.runs import noisy, train
+from tests.training.checkpoints.runs import TINY, noisy, train
 
 SEED = int(os.environ.get("SPATIALDL_SOAK_SEED", "0"))
 KILLS = int(os.environ.get("SPATIALDL_SOAK_KILLS", "20"))
@@ -244,6 +245,7 @@ def _live(run_dir: Path, dies_at: int | None) -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     """A run that nobody disturbs."""
+    composed("train", *TINY, *KEEPING)  # once for all children
     path = tmp_path_factory.mktemp("alone") / "run"
     assert live(path)
     return path

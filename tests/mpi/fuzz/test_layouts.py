@@ -67,6 +67,26 @@ def test_many_random_networks_equal_one_process_in_random_layouts(
             print(f"rank {world.rank}: {error!r}", file=sys.__stderr__, flush=True)
 
 
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("left_out", "seed"),
+    [  # of tiles, and of replicas with BatchNorm
+        ("spatialdl.spatial.conv._present", 58),  # pixels of neighbours
+        ("spatialdl.pipeline.gradients.Gradients.average", 58),
+        ("spatialdl.pipeline.statistics.SliceStatistics.fold", 42),
+    ],
+)
+def test_what_a_layout_leaves_out_is_found(
+    left_out: str,
+    seed: int,
+    world: Communicator,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(left_out, lambda *_: ())
+    assert differing(case_of(seed, 2), world, tmp_path_factory)
+
+
 def check(case: Case, world: Communicator, tmp_path_factory: pytest.TempPathFactory) -> None:
     if world.rank == 0:
         print(f"on {world.size} ranks, {case}", file=sys.__stderr__, flush=True)
