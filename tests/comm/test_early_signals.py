@@ -16,7 +16,8 @@ import pytest
 from spatialdl.comm import early_signals
 from spatialdl.comm.launch import mpiexec_command
 from tests.comm.programs import ROOT, environment, run
-from tests.test_stopping import LONG, SP_PP, command, stopped_at
+from tests.comm.running import FOR_EVER, by_itself
+from tests.test_stopping import SP_PP, stopped_at
 
 # the first that the command imports which is not Python's; it waits in one of the processes
 HOLDING = """
@@ -30,6 +31,10 @@ sys.path.remove(os.environ["HOLDING"])
 del sys.modules["hydra"]
 import hydra
 """
+
+
+def command(run_dir: Path, *words: str) -> list[str]:
+    return [*by_itself(), *FOR_EVER, *words, f"hydra.run.dir={run_dir}"]
 
 
 @contextmanager
@@ -70,7 +75,7 @@ def go(folder: Path) -> None:
     "layout", [[], pytest.param(SP_PP, marks=pytest.mark.slow)], ids=["one process", "ranks"]
 )
 def test_a_run_whose_time_is_over_as_it_starts_leaves_a_checkpoint(layout, tmp_path):
-    with importing(tmp_path, command(tmp_path / "run", *layout, *LONG)) as process:
+    with importing(tmp_path, command(tmp_path / "run", *layout)) as process:
         os.kill(is_held(tmp_path), signal.SIGUSR1)
         go(tmp_path)
         output = process.stdout.read()
@@ -84,7 +89,7 @@ def test_a_run_whose_time_is_over_as_it_starts_leaves_a_checkpoint(layout, tmp_p
     [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
 )
 def test_a_run_that_is_ended_as_it_starts_begins_nothing(number, code, tmp_path):
-    with importing(tmp_path, command(tmp_path / "run", *LONG)) as process:
+    with importing(tmp_path, command(tmp_path / "run")) as process:
         os.kill(is_held(tmp_path), number)
         go(tmp_path)
         assert process.stdout.read() == f"stopped by {number.name}\n"
@@ -95,7 +100,7 @@ def test_a_run_that_is_ended_as_it_starts_begins_nothing(number, code, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", early_signals.STOPPING, ids=lambda one: one.name)
 def test_a_rank_that_is_told_as_it_starts_stops_all(number, tmp_path):
-    words = [*mpiexec_command(3), *command(tmp_path / "run", *SP_PP, *LONG)]
+    words = [*mpiexec_command(3), *command(tmp_path / "run", *SP_PP)]
     with importing(tmp_path, words, held="1") as process:
         os.kill(is_held(tmp_path), number)
         go(tmp_path)
