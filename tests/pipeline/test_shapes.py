@@ -15,7 +15,7 @@ from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import Border, HandoverShapes, SplitShape
 from spatialdl.pipeline.stage import run_stage
 from spatialdl.pipeline.steps import IMAGE
-from spatialdl.spatial.dims import SpatialDims, token_dims
+from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.meta import meta_copy
 from spatialdl.spatial.span import positions_in
 from spatialdl.spatial.tensor import SpatialTensor
@@ -81,7 +81,7 @@ def test_an_image_with_its_rows_elsewhere_travels_as_an_image():
 
 
 def test_tokens_that_belong_to_no_pixel_travel_in_a_corner():
-    dims = token_dims(2).moved(lambda dim: dim - 1)._replace(prefix=1, suffix=2)
+    dims = SpatialDims.of(-2, -2)._replace(prefix=1, suffix=2)
     pixels = Layout.even(2, (9, 7), (2, 2))
     output = meta_split((2, 66, 4), dims, pixels)
     part = SplitShape.of(output, Layout.even(2, (9, 7), (1, 3)))
@@ -96,7 +96,7 @@ GRIDS = [((2, 1), (1, 1)), ((1, 3), (2, 2)), ((2, 2), (3, 1)), ((7, 1), (2, 1)),
 @pytest.mark.parametrize("grids", GRIDS)
 def test_tiles_of_one_grid_become_those_of_another(grids):
     """Tokens of a sample with one before and two after them, and maps whose columns come first."""
-    tokens = token_dims(2).moved(lambda dim: dim - 1)._replace(prefix=1, suffix=2)
+    tokens = SpatialDims.of(-2, -2)._replace(prefix=1, suffix=2)
     merged = SpatialDims.of(-2, -2, outer=(4, 1))
     for sample, dims, size in (
         ((66, 4), tokens, (9, 7)),
