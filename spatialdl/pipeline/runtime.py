@@ -89,7 +89,7 @@ class PipelineRuntime:
         if options.shard_state:
             check_shardable(placement)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
-        self.image_size, self.mixed = image_size, options.mixed
+        self.mixed = options.mixed
         self.device = options.device
         self._scale = 1.0
         self.doing: Action | None = None
@@ -97,7 +97,7 @@ class PipelineRuntime:
         gather(model, options.gather_before)
         check_plan(model, options.tensor_plan)
         blocks = list(blocks_of(model).values()) if options.shard_state else []
-        stages = self._cut(model)
+        stages = self._cut(model, image_size)
         dtype = dtype_of(model)
         to = (self.device, self.mixed) if self.mixed else None
         self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
@@ -132,12 +132,21 @@ class PipelineRuntime:
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
         }
 
-    def _cut(self, model: nn.Module) -> list[nn.Module]:
+    @property
+    def image_size(self) -> tuple[int, ...]:
+        """Global (channels, *size) of the images; may be set where there is one stage."""
+        return self._shapes.image_size
+
+    @image_size.setter
+    def image_size(self, size: tuple[int, ...]) -> None:
+        self._shapes.image_size = size
+
+    def _cut(self, model: nn.Module, image_size: tuple[int, ...]) -> list[nn.Module]:
         """All stages of the network."""
         options, placement = self.options, self.placement
         divided = placement.network_copies * placement.most_batch_parts > 1
         stages = cut(
-            *(model, placement.widths, options.cut, self.image_size),
+            *(model, placement.widths, options.cut, image_size),
             *(options.recompute == "block", divided),
         )
         for stage in stages if len(stages) > 1 else ():

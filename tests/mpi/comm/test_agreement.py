@@ -306,7 +306,7 @@ def test_values_that_differ_are_named_with_the_ranks_and_hosts_that_have_them(
 
 @pytest.fixture
 def warns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(agreed._Noted, "has_warned", False)
+    monkeypatch.setattr(agreed._Gradients, "has_warned", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
