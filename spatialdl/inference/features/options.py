@@ -11,8 +11,7 @@ from typing import Any
 
 from spatialdl.comm.capacity import usable_cores
 from spatialdl.common.text import positive_int
-from spatialdl.inference.features.encoders.encoder import POOLS, Wish
-from spatialdl.inference.features.encoders.preprocessing import INTERPOLATIONS
+from spatialdl.inference.features.encoders.encoder import INTERPOLATIONS, POOLS, Wish
 from spatialdl.inference.features.results import LAYOUTS
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.options import WHOLE_TILE, add_resolution, add_tissue
