@@ -27,8 +27,11 @@ SCRIPTS = {
     "import": ("data.importing.command", "convert images, patches or volumes to a data set"),
     "stage": ("data.staging.command", "copy a data set to another disk"),
     "split": ("slides.cohort.split_cli", "divide a table of slides into train, val and test"),
-    "features": ("features.command", "compute features of tiles with a frozen encoder"),
-    "analyze": ("analysis.command", "k-means, PCA, regression and neighbours of features"),
+    "features": ("inference.features.features_cli", "features of tiles with a frozen encoder"),
+    "analyze": (
+        "inference.analysis.analyze_cli",
+        "k-means, PCA, regression, neighbours of features",
+    ),
 }
 """Commands that are installed as ``spatialdl-NAME``: module with `main`, and what they do."""
 

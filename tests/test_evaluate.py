@@ -16,6 +16,7 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.importing.command import main as import_command
 from spatialdl.inference.evaluating import evaluation
+from spatialdl.inference.predicting import maps as maps_module
 from spatialdl.slides.cohort.split_cli import main as split_table
 from spatialdl.training.trainer import Trainer
 from tests.bags import LENGTHS, SMALL, bag_config, write_bags
@@ -52,19 +53,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def here(folder, monkeypatch, run_main):
+def here(request, folder, monkeypatch, run_main):
     """Runs the command in this process, and gives its exit code and what it prints."""
     monkeypatch.chdir(folder)
+    if "its_predictions_again" not in request.node.name:  # drawing takes long
+        monkeypatch.setattr(evaluation, "save_pictures", lambda *_: {})
     return partial(run_main, evaluate.main, *HERE)
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Curves take longer than what is tested here, and have tests of their own."""
-    monkeypatch.setattr(evaluation, "save_pictures", lambda *_: {})
+def metrics_of(folder):
+    return json.loads((folder / "metrics.json").read_text())
 
 
-def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here):
+def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here, monkeypatch):
     code, said = here("ckpt_path=run", "shards=tiles", "split=test", "hydra.run.dir=e")
     assert code == 0, said
     tiles = read_rows(folder / "e" / "predictions.csv")
@@ -73,7 +74,7 @@ def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here):
     expected = known.accuracy_score(
         [row["label"] for row in known_tiles], [row["predicted"] for row in known_tiles]
     )
-    told = json.loads((folder / "e" / "metrics.json").read_text())
+    told = metrics_of(folder / "e")
     assert told["levels"]["tile"]["accuracy"]["estimate"] == pytest.approx(expected)
     assert (told["unit"], told["levels"]["tile"]["samples"]) == ("slide", 23)
     assert told["levels"]["slide"]["samples"] == 6
@@ -81,6 +82,7 @@ def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here):
     assert "data:image/jpeg" in (folder / "e" / "report.html").read_text()
     assert "calibration error" in said
     before = (folder / "e" / "metrics.csv").read_bytes()
+    monkeypatch.setattr(evaluation, "save_pictures", lambda *_: {})
     code, said = here("predictions=e", "hydra.run.dir=again")
     assert code == 0, said
     assert (folder / "again" / "metrics.csv").read_bytes() == before
@@ -106,14 +108,15 @@ def test_a_flat_folder_with_a_table_is_split_imported_trained_on_and_evaluated(f
     call = ("ckpt_path=image_run", "shards=images", "split=val", "labels=split.csv")
     code, said = here(*call, "hydra.run.dir=i")
     assert code == 0, said
-    told = json.loads((folder / "i" / "metrics.json").read_text())
+    told = metrics_of(folder / "i")
     assert (told["unit"], told["levels"]["patient"]["samples"]) == ("patient", 2)
     assert sorted(row["label"] for row in read_rows(folder / "i" / "predictions.csv")) == (
         ["bright"] * 2 + ["dark"] * 2
     )
 
 
-def test_masks_are_compared_pixel_by_pixel(folder, here):
+def test_masks_are_compared_pixel_by_pixel(folder, here, monkeypatch):
+    monkeypatch.setattr(maps_module, "save_overlay", lambda path, *_: path.touch())
     code, said = here("ckpt_path=unet", "shards=regions", "hydra.run.dir=m", "maps=true")
     assert code == 0, said
     pairs = {(r["slide"], r["label"]): r for r in read_rows(folder / "m" / "confusion.csv")}
@@ -124,27 +127,21 @@ def test_masks_are_compared_pixel_by_pixel(folder, here):
             row = pairs[f"r{number}", name]
             total = sum(int(row[f"pixels_{n}"]) for n in range(3))
             assert total == int((mask == k).sum()), name
-    told = json.loads((folder / "m" / "metrics.json").read_text())
+    told = metrics_of(folder / "m")
     counts = np.array(told["levels"]["image"]["pixels"])
     dice = 2 * counts[1, 1] / (counts[1].sum() + counts[:, 1].sum())
     found = told["levels"]["image"]["per_class"]["dice"]["1"]
     assert found["estimate"] == pytest.approx(dice, abs=1e-12)
     assert found["low"] <= dice <= found["high"]
     assert told["unit"] == "image"
-    assert np.abs(counts - _confusion_of_maps(folder)).sum() <= 0.01 * counts.sum()
-
-
-def _confusion_of_maps(folder):
-    """From the pictures that predict writes, which have 8 bits."""
-    dataset = ShardDataset(folder / "regions")
-    found = np.zeros((3, 3))
+    from_maps = np.zeros((3, 3))  # which have 8 bits
     for number in range(4):
         mask = dataset.read_mask(number)
         maps = [tifffile.imread(folder / "m" / f"r{number}-{k}.tif") for k in range(3)]
-        told = np.stack([one[: mask.shape[0], : mask.shape[1]] for one in maps]).argmax(0)
+        best = np.stack([one[: mask.shape[0], : mask.shape[1]] for one in maps]).argmax(0)
         for true in range(3):
-            found[true] += np.bincount(told[mask == true], minlength=3)
-    return found
+            from_maps[true] += np.bincount(best[mask == true], minlength=3)
+    assert np.abs(counts - from_maps).sum() <= 0.01 * counts.sum()
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -162,7 +159,7 @@ def test_slides_are_evaluated_with_a_table(folder, here):
     assert code == 1
     assert "bad: cannot open slide" in said
     assert "the metrics exclude them" in said
-    told = json.loads((folder / "s" / "metrics.json").read_text())
+    told = metrics_of(folder / "s")
     assert {name: one["units"] for name, one in told["levels"].items()} == {
         **{"tile": 3, "slide": 3, "patient": 2},
     }
@@ -188,7 +185,7 @@ def test_volumes_are_evaluated_with_a_table(tmp_path, here):
     out = tmp_path / "out"
     code, said = here(*given, f"labels={tmp_path / 'labels.csv'}", f"hydra.run.dir={out}")
     assert code == 0, said
-    told = json.loads((out / "metrics.json").read_text())
+    told = metrics_of(out)
     predicted = [row["predicted"] for row in read_rows(out / "volumes.csv")]
     expected = known.accuracy_score(["ill", "well", "ill"], predicted)
     assert list(told["levels"]) == ["volume", "patient"]
@@ -208,7 +205,7 @@ def test_labels_may_be_by_sample(folder, here):
     assert code == 0, said
     tiles = read_rows(folder / "samples" / "predictions.csv")
     assert [int(row["sample"]) for row in tiles] == list(range(24))
-    told = json.loads((folder / "samples" / "metrics.json").read_text())
+    told = metrics_of(folder / "samples")
     assert told["levels"]["tile"]["samples"] == 24  # one of them has no label in the data set
     assert "slides have several patients: no metrics by slide" in told["remarks"]
     assert told["unit"] == "patient"
@@ -225,7 +222,7 @@ def test_bags_of_features_are_evaluated(tmp_path, here):
     table = f"labels={tmp_path / 'bags' / 'labels.csv'}"
     code, said = here(*given, table, f"hydra.run.dir={out}")
     assert code == 0, said
-    told = json.loads((out / "metrics.json").read_text())["levels"]["slide"]
+    told = metrics_of(out)["levels"]["slide"]
     found = read_rows(out / "slides.csv")
     right = [row["predicted"] == "abc"[int(row["slide"][1:]) % 3] for row in found]
     assert told["accuracy"]["estimate"] == pytest.approx(np.mean(right))

@@ -21,7 +21,7 @@ from spatialdl.common.configuring.overrides import check_overrides
 from spatialdl.common.configuring.own_keys import rewritten
 from spatialdl.data.importing import command as importing
 from spatialdl.data.staging import command as staging
-from spatialdl.inference.analysis import options as analysis_options
+from spatialdl.inference.analysis import analyze_cli
 from spatialdl.inference.features import options as features
 from spatialdl.slides.batch import tile_options as tiling
 from spatialdl.training.checks import check_config
@@ -136,7 +136,7 @@ TAKES = {
     "spatialdl.check": check._options,
     "spatialdl.export": export._parse,
     "spatialdl.plan": lambda words: check_overrides(words, "plan"),
-    "spatialdl-analyze": lambda words: analysis_options.parser().parse_args(words),
+    "spatialdl-analyze": lambda words: analyze_cli.parser().parse_args(words),
     "spatialdl-features": features.parsed,
     "spatialdl-import": lambda words: importing._parser().parse_args(words),
     "spatialdl-stage": lambda words: staging._parser().parse_args(words),

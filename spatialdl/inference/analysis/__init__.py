@@ -13,7 +13,7 @@ mpi4py or of this package::
 local. Instead of arrays they accept `Rows`, such as the `FileRows` of feature files.
 """
 
-from spatialdl.inference.analysis.decomposition import PCA, TruncatedSVD
+from spatialdl.inference.analysis.components import PCA, TruncatedSVD
 from spatialdl.inference.analysis.kmeans import KMeans
 from spatialdl.inference.analysis.neighbours import NearestNeighbors
 from spatialdl.inference.analysis.ridge import Ridge, RidgeClassifierCV, RidgeCV

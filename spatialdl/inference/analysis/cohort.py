@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from spatialdl.common.files import save_table
 from spatialdl.data.feature_file import FeatureFile, list_features
 from spatialdl.data.tables import read_table
 from spatialdl.inference.analysis.rows import FilePart, FileRows, share, total
-from spatialdl.inference.predicting.agreed_errors import agreeing
+from spatialdl.inference.predicting.loop import agreeing
 
 Columns = Mapping[str, npt.NDArray[Any]]
 _DECIMALS = 6
@@ -95,40 +95,27 @@ class Cohort:
         self,
         folder: Path,
         columns: Callable[[FileRows], Columns],
-        *,
-        whole: Iterable[int] = (),
-        samples: int = 0,
-        also: Callable[[FeatureFile, Sampled], object] | None = None,
+        each: Callable[[int, Sampled], Sampled | None] = lambda _, rows: None,
     ) -> list[Sampled]:
         """Write a CSV file per slide with a line per tile; collective.
 
         Args:
             folder: output folder.
             columns: computes the columns of the rows of a slide.
-            whole: indices of slides whose rows are all returned.
-            samples: number of evenly spaced tiles of all slides to return.
-            also: called with all rows of each slide.
+            each: called with the index and the rows of each slide; returns those to collect.
 
         Returns:
-            Rows for pictures on rank 0, in the order of slides; empty on all other ranks.
+            Collected rows on rank 0, in the order of slides; empty on all other ranks.
         """
-        wanted, step = set(whole), -(-self.tiles // samples) if samples else 0
-        firsts = list(accumulate((file.tiles for file in self.files), initial=0))
         kept = []
         with agreeing(self.comm):
             folder.mkdir(parents=True, exist_ok=True)
             bar = tqdm(self.own_slides(), "writing", unit="slide", disable=self.comm.rank != 0)
             for number in bar:
-                every = self._write(folder, number, columns)
-                if also is not None:
-                    also(self.files[number], every)
-                if number in wanted:
-                    kept.append(every)
-                elif step:
-                    kept.append(_thinned(every, -firsts[number] % step, step))
-        gathered = self.comm.gather(kept) or []
-        rows = (sampled for of_rank in gathered for sampled in of_rank)
-        return sorted(rows, key=lambda sampled: sampled.slide)
+                rows = each(number, self._write(folder, number, columns))
+                kept += [] if rows is None else [rows]
+        gathered = chain.from_iterable(self.comm.gather(kept) or [])
+        return sorted(gathered, key=lambda sampled: sampled.slide)
 
     def _write(self, folder: Path, number: int, columns: Callable[[FileRows], Columns]) -> Sampled:
         file = self.files[number]
@@ -145,15 +132,15 @@ class Cohort:
 
     def slide_means(self, rows: FileRows, files: Sequence[FeatureFile]) -> npt.NDArray[Any]:
         """Mean features of each file, (files, width); `rows` is this rank's share of them."""
-        parts, cpu = self.parts(files), torch.device("cpu")
+        parts = self.parts(files)
         places = [files.index(part.file) for part in parts for _ in range(part.tiles)]
         numbers = torch.tensor(places, dtype=torch.int64)
 
         def work(sums: list[torch.Tensor]) -> None:
-            for place, block in rows.blocks(cpu):
+            for place, block in rows.blocks():
                 sums[0].index_add_(0, numbers[place], block)
 
-        [sums] = total(self.comm, [(len(files), self.width)], work, cpu)
+        [sums] = total(self.comm, [(len(files), self.width)], work)
         counts = np.array([file.tiles for file in files])[:, None]
         return np.asarray(sums.numpy() / np.maximum(counts, 1))
 
@@ -174,11 +161,6 @@ class Cohort:
             slide: {name: row.cells[name] for name in columns if row.cells[name]}
             for slide, row in found.items()
         }
-
-
-def _thinned(every: Sampled, first: int, step: int) -> Sampled:
-    coords = None if every.coords is None else every.coords[first::step]
-    return Sampled(every.slide, coords, {k: v[first::step] for k, v in every.values.items()})
 
 
 def _texts(column: npt.NDArray[Any]) -> list[object]:

@@ -2,7 +2,8 @@
 
 Initial centres are those of Arthur and Vassilvitskii, "k-means++: The Advantages of Careful
 Seeding", 2007 (section 2.2; the greedy variant of section 7 with 2 + log k trials), followed by
-Lloyd's iterations. Draws depend on the seed and the order of all rows, not on the number of ranks.
+Lloyd's iterations; a cluster without rows keeps its centre. Draws depend on the seed and the order
+of all rows, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spatialdl.inference.analysis.estimator import Array, Estimator, numpy, positive
-from spatialdl.inference.analysis.rows import Comm, DividedRows
+from spatialdl.inference.analysis.rows import Array, Comm, DividedRows, Estimator, positive
 
 _NOISE = 1e-13  # rounding error of a squared distance, relative to the squared norms
 
@@ -34,7 +34,6 @@ class KMeans(Estimator):
         tol: tolerance of the movement of centres, relative to the variance of the features.
         random_state: seed, the same on all ranks.
         comm: communicator of mpi4py or of this package; None: single process.
-        device: device of the computation.
 
     Attributes:
         cluster_centers_: (clusters, width).
@@ -53,11 +52,10 @@ class KMeans(Estimator):
         tol: float = 1e-4,
         random_state: int | None = 0,
         comm: Comm = None,
-        device: str = "cpu",
     ) -> None:
         self.n_clusters, self.init, self.n_init = n_clusters, init, n_init
         self.max_iter, self.tol, self.random_state = max_iter, tol, random_state
-        self.comm, self.device = comm, device
+        self.comm = comm
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
         """Fit the clusters; all ranks must call it with their own rows.
@@ -71,11 +69,13 @@ class KMeans(Estimator):
         if seeds and self.init != "k-means++":
             raise ValueError(f"init={self.init!r} must be 'k-means++' or an array of centres")
         times = 1 if self.n_init == "auto" or not seeds else positive("n_init", self.n_init)
-        data = DividedRows(X, self.comm, self.device)
+        data = DividedRows(X, self.comm)
         if data.total < count:
             raise ValueError(f"n_clusters={count} is more than the {data.total} rows on all ranks")
-        rng = data.generator(self.random_state)
-        threshold = self.tol * _variance(data)
+        seed = self.random_state
+        fresh = int(np.random.RandomState().randint(2**31 - 1)) if seed is None else seed
+        rng = np.random.RandomState(data.comm.bcast(fresh))
+        threshold = self.tol * float(data.variation.sum() / (data.total * data.width))
         results = []
         for _ in range(times):
             centres = _seeded(data, count, rng) if seeds else self._initial(data, count) - data.mean
@@ -84,7 +84,7 @@ class KMeans(Estimator):
         return self
 
     def _initial(self, data: DividedRows, count: int) -> Tensor:
-        centres = torch.as_tensor(np.asarray(self.init), dtype=torch.float64).to(data.device)
+        centres = torch.as_tensor(np.asarray(self.init), dtype=torch.float64)
         if tuple(centres.shape) != (count, data.width):
             raise ValueError(
                 f"init has shape {tuple(centres.shape)}, expected ({count}, {data.width})"
@@ -92,8 +92,8 @@ class KMeans(Estimator):
         return centres
 
     def _take(self, data: DividedRows, step: _Step, centres: Tensor, iterations: int) -> None:
-        self.cluster_centers_ = numpy(centres + data.mean)
-        self.labels_ = numpy(step.labels)
+        self.cluster_centers_ = (centres + data.mean).numpy()
+        self.labels_ = step.labels.numpy()
         self.inertia_, self.n_iter_ = step.inertia, iterations
         self.n_features_in_ = data.width
         filled = int((step.counts > 0).sum())
@@ -116,7 +116,7 @@ class KMeans(Estimator):
         """Squared distances, (rows, clusters)."""
 
         def of(block: Tensor) -> Tensor:
-            centre = self._put(self.cluster_centers_)
+            centre = torch.from_numpy(self.cluster_centers_)
             middle = centre.mean(0)
             return squared_distances(block - middle, centre - middle)
 
@@ -135,26 +135,17 @@ class _Step(NamedTuple):
 
     Attributes:
         labels: (rows,), clusters of this rank's rows.
-        distances: (rows,), squared distances of this rank's rows to their centres.
         sums: (clusters, width), sums of the rows of each cluster over all ranks.
         counts: (clusters,), numbers of rows on all ranks.
-        inertia: sum of `distances` over all ranks.
+        inertia: sum of squared distances to the centres over all ranks.
         changed: number of changed labels on all ranks.
     """
 
     labels: Tensor
-    distances: Tensor
     sums: Tensor
     counts: Tensor
     inertia: float
     changed: int
-
-
-def _variance(data: DividedRows) -> float:
-    """Mean variance of the features."""
-    mean = data.mean
-    [squares] = data.sums([()], lambda sums, _, block: sums[0].add_((block - mean).square().sum()))
-    return float(squares / (data.total * data.width))
 
 
 # --- k-means++
@@ -167,7 +158,7 @@ def _seeded(data: DividedRows, clusters: int, rng: np.random.RandomState) -> Ten
     own = first - data.first
     mine = own if 0 <= own < data.rows.count else None
     chosen = [data.fetch([mine])[0] - data.mean]
-    closest = torch.full((data.rows.count,), torch.inf, dtype=torch.float64).to(data.device)
+    closest = torch.full((data.rows.count,), torch.inf, dtype=torch.float64)
     closest, _ = _closer(data, closest, chosen[0][None])
     closest = closest[0]
     for _ in range(1, clusters):
@@ -220,12 +211,13 @@ def _lloyd(data: DividedRows, centres: Tensor, most: int, tol: float) -> tuple[_
     Returns:
         Results of a final pass, the centres, and the number of iterations.
     """
-    labels = torch.full((data.rows.count,), -1).to(data.device)
+    labels = torch.full((data.rows.count,), -1)
     iterations = 0
     while iterations < most:
         iterations += 1
         step = _assign(data, centres, labels)
-        moved = _moved(data, step, centres)
+        filled = step.counts[:, None] > 0
+        moved = torch.where(filled, step.sums / step.counts.clamp(min=1)[:, None], centres)
         shift = float((moved - centres).square().sum())
         centres, labels = moved, step.labels
         if not step.changed or shift <= tol:
@@ -235,45 +227,19 @@ def _lloyd(data: DividedRows, centres: Tensor, most: int, tol: float) -> tuple[_
 
 def _assign(data: DividedRows, centres: Tensor, before: Tensor) -> _Step:
     mean = data.mean
-    labels, distances = torch.empty_like(before), torch.empty(len(before), dtype=torch.float64)
-    distances = distances.to(data.device)
-    numbers = torch.arange(len(centres), device=data.device)
+    labels = torch.empty_like(before)
+    numbers = torch.arange(len(centres))
 
     def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
         rows = block - mean
         squares = squared_distances(rows, centres)
         labels[place] = nearest = squares.argmin(1)
-        distances[place] = squares.gather(1, nearest[:, None])[:, 0]
-        # a product with a 0/1 matrix is deterministic, also on GPUs
         member = (nearest == numbers[:, None]).double()
         sums[0].addmm_(member, rows)
         sums[1].add_(member.sum(1))
-        sums[2].add_(distances[place].sum())
+        sums[2].add_(squares.gather(1, nearest[:, None]).sum())
         sums[3].add_((nearest != before[place]).sum())
 
     shapes = [tuple(centres.shape), (len(centres),), (), ()]
     total, counts, inertia, changed = data.sums(shapes, add)
-    return _Step(labels, distances, total, counts, float(inertia), int(changed))
-
-
-def _moved(data: DividedRows, step: _Step, centres: Tensor) -> Tensor:
-    """Means of the clusters; an empty cluster gets the row farthest from its centre."""
-    sums, counts = step.sums.clone(), step.counts.clone()
-    empty = (counts == 0).nonzero()[:, 0].tolist()
-    if empty:
-        for number, (row, old) in zip(empty, _farthest(data, step, len(empty)), strict=False):
-            sums[old] -= row
-            counts[old] -= 1
-            sums[number], counts[number] = row, 1
-    return torch.where(counts[:, None] > 0, sums / counts.clamp(min=1)[:, None], centres)
-
-
-def _farthest(data: DividedRows, step: _Step, most: int) -> list[tuple[Tensor, int]]:
-    """The rows of all ranks farthest from their centres, with their clusters."""
-    own = step.distances.argsort(dim=0, descending=True, stable=True)[:most].tolist()
-    mine = [(-float(step.distances[row]), data.first + row, int(step.labels[row])) for row in own]
-    every = [row for of_rank in data.comm.allgather(mine) for row in of_rank]
-    chosen = [row for row in sorted(every)[:most] if row[0] < 0]
-    local = [row - data.first for _, row, _ in chosen]
-    rows = data.fetch([at if 0 <= at < data.rows.count else None for at in local])
-    return [(row - data.mean, old) for row, (_, _, old) in zip(rows, chosen, strict=True)]
+    return _Step(labels, total, counts, float(inertia), int(changed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,16 @@ import numpy.typing as npt
 
 from spatialdl.common.files import save_table
 from spatialdl.data.feature_file import FeatureFile
-from spatialdl.inference.analysis import options as names
 from spatialdl.inference.analysis import pictures
 from spatialdl.inference.analysis.cohort import Cohort, Columns, Sampled
-from spatialdl.inference.analysis.decomposition import PCA, TruncatedSVD
-from spatialdl.inference.analysis.estimator import load_model, save_model
+from spatialdl.inference.analysis.components import PCA, TruncatedSVD
 from spatialdl.inference.analysis.kmeans import KMeans
 from spatialdl.inference.analysis.neighbours import NearestNeighbors
 from spatialdl.inference.analysis.pictures import SlideMap, SlidePictures
-from spatialdl.inference.analysis.rows import FilePart, FileRows
-from spatialdl.inference.predicting.agreed_errors import agreeing
-from spatialdl.inference.predicting.bag_maps import tile_span
-from spatialdl.inference.predicting.geojson import box_of, colour_of, save_geojson
+from spatialdl.inference.analysis.rows import FilePart, FileRows, load_model, save_model
+from spatialdl.inference.predicting.bags import tile_span
+from spatialdl.inference.predicting.loop import agreeing
+from spatialdl.inference.predicting.polygons import class_features, save_geojson
 
 MODEL, TABLES = "model.npz", "tiles"
 _SPAN = 256.0  # of a tile whose size is unknown
@@ -37,7 +35,7 @@ def learned(
     """Load a model, or fit one to all rows and save it on rank 0."""
     if options.apply is not None:
         with agreeing(cohort.comm):
-            model = load_model(options.apply, kinds, options.device, options.method)
+            model = load_model(options.apply, kinds, options.method)
             if model.n_features_in_ != cohort.width:
                 raise ValueError(
                     f"{options.apply} was fitted on {model.n_features_in_} features per tile, but "
@@ -73,12 +71,12 @@ def cluster(options: argparse.Namespace, cohort: Cohort) -> Summary:
             max_iter=options.max_iter,
             random_state=options.seed,
             comm=cohort.comm,
-            device=options.device,
         ),
         (KMeans,),
     )
     count = len(model.cluster_centers_)
-    shown = [k for k, file in enumerate(cohort.files) if file.has_coords and file.tiles]
+    drawable = [k for k, file in enumerate(cohort.files) if file.has_coords and file.tiles]
+    shown = drawable[: max(0, options.maps)]
     totals = np.zeros(count, np.int64)
 
     def columns(rows: FileRows) -> Columns:
@@ -87,18 +85,17 @@ def cluster(options: argparse.Namespace, cohort: Cohort) -> Summary:
         totals[:] += np.bincount(clusters, minlength=count)
         return {"cluster": clusters, "distance": distances.min(1, initial=np.inf)}
 
-    def outline(file: FeatureFile, every: Sampled) -> None:
-        folder = options.out / "geojson"
-        folder.mkdir(exist_ok=True)
-        if every.coords is not None:
-            save_geojson(folder / f"{file.slide}.geojson", _boxes(file, every))
+    def each(number: int, every: Sampled) -> Sampled | None:
+        file = cohort.files[number]
+        if options.geojson and every.coords is not None:
+            folder = options.out / "geojson"
+            folder.mkdir(exist_ok=True)
+            clusters, names = every.values["cluster"], [f"cluster {k}" for k in range(count)]
+            boxes = class_features(every.coords, _span(file, every.coords), clusters, names)
+            save_geojson(folder / f"{file.slide}.geojson", boxes)
+        return every if number in shown else None
 
-    found = cohort.write_tables(
-        options.out / TABLES,
-        columns,
-        whole=shown[: max(0, options.maps)],
-        also=outline if options.geojson else None,
-    )
+    found = cohort.write_tables(options.out / TABLES, columns, each)
     every = sum(cohort.comm.allgather(totals))
     maps = []
     with agreeing(cohort.comm):
@@ -118,20 +115,6 @@ def _span(file: FeatureFile, coords: npt.NDArray[np.int64]) -> float:
     return tile_span(file.attributes, coords) or _SPAN
 
 
-def _boxes(file: FeatureFile, every: Sampled) -> Iterator[dict[str, Any]]:
-    """Tiles as GeoJSON features for QuPath."""
-    assert every.coords is not None  # checked by the caller
-    side = round(_span(file, every.coords))
-    clusters = every.values["cluster"].tolist()
-    for (x, y), number in zip(every.coords.tolist(), clusters, strict=True):
-        kind = {"name": f"cluster {number}", "color": colour_of(number)}
-        yield {
-            "type": "Feature",
-            "geometry": box_of(x, y, x + side, y + side),
-            "properties": {"objectType": "tile", "classification": kind},
-        }
-
-
 # --- projections
 
 
@@ -141,26 +124,28 @@ def project(options: argparse.Namespace, cohort: Cohort) -> Summary:
     with agreeing(cohort.comm):
         if options.labels:
             labels = cohort.read_columns(options.labels, [options.column])
-    model = learned(options, cohort, lambda: _projection(options, cohort), (PCA, TruncatedSVD))
+    kind = PCA if options.method == "pca" else TruncatedSVD
+    model = learned(
+        options, cohort, lambda: kind(options.components, comm=cohort.comm), (PCA, TruncatedSVD)
+    )
 
     def columns(rows: FileRows) -> Columns:
         return {f"component_{k}": values for k, values in enumerate(model.transform(rows).T, 1)}
 
-    found = cohort.write_tables(options.out / TABLES, columns, samples=options.points)
+    step = -(-cohort.tiles // options.points)  # of evenly spaced tiles of all slides
+    firsts = np.cumsum([0, *(file.tiles for file in cohort.files)])
+
+    def each(number: int, every: Sampled) -> Sampled:
+        first = int(-firsts[number] % step)
+        return every._replace(values={k: v[first::step] for k, v in every.values.items()})
+
+    found = cohort.write_tables(options.out / TABLES, columns, each)
     ratios = model.explained_variance_ratio_
     with agreeing(cohort.comm):
         if cohort.comm.rank == 0:
             path = options.out / "components.png"
             _draw_points(path, cohort, found, ratios, labels, options.column)
     return {"explained_variance_ratio": ratios.tolist(), "components": len(ratios)}
-
-
-def _projection(options: argparse.Namespace, cohort: Cohort) -> PCA | TruncatedSVD:
-    more: Any = {"random_state": options.seed, "comm": cohort.comm, "device": options.device}
-    if options.method == names.PCA:
-        solver = {"exact": "covariance_eigh"}.get(options.solver, options.solver)
-        return PCA(options.components, svd_solver=solver, **more)
-    return TruncatedSVD(options.components, algorithm=options.solver, **more)
 
 
 def _draw_points(
@@ -207,7 +192,7 @@ def search(options: argparse.Namespace, cohort: Cohort) -> Summary:
     with agreeing(comm):
         if comm.rank == 0:
             queries = _queried(options, cohort)
-    model = NearestNeighbors(metric=options.metric, comm=comm, device=options.device)
+    model = NearestNeighbors(metric=options.metric, comm=comm)
     with cohort.rows() as rows:
         model.fit(rows)
     summary: Summary = {"neighbours": wanted, "metric": options.metric}

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import move
-from spatialdl.inference.analysis.estimator import Array, Estimator, numpy, positive
-from spatialdl.inference.analysis.rows import Comm, DividedRows
-from spatialdl.inference.predicting.agreed_errors import agreeing
+from spatialdl.inference.analysis.rows import Array, Comm, DividedRows, Estimator, positive
+from spatialdl.inference.predicting.loop import agreeing
 from spatialdl.layout.layout import Box
 
 METRICS = EUCLIDEAN, COSINE = "euclidean", "cosine"
@@ -38,7 +37,6 @@ class NearestNeighbors(Estimator):
         n_neighbors: number of neighbours per query.
         metric: `euclidean` or `cosine`.
         comm: communicator of mpi4py or of this package; None: single process.
-        device: device of the computation.
 
     Attributes:
         n_samples_fit_: rows of all ranks.
@@ -50,10 +48,8 @@ class NearestNeighbors(Estimator):
         *,
         metric: str = EUCLIDEAN,
         comm: Comm = None,
-        device: str = "cpu",
     ) -> None:
-        self.n_neighbors, self.metric = n_neighbors, metric
-        self.comm, self.device = comm, device
+        self.n_neighbors, self.metric, self.comm = n_neighbors, metric, comm
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
         """Keep this rank's rows in memory; all ranks must call it.
@@ -63,12 +59,12 @@ class NearestNeighbors(Estimator):
         """
         if self.metric not in METRICS:
             raise ValueError(f"metric={self.metric!r} must be one of {', '.join(METRICS)}")
-        self._data = data = DividedRows(X, self.comm, self.device)
+        self._data = data = DividedRows(X, self.comm)
         self._own = own = torch.empty((data.rows.count, data.width), dtype=data.dtype)
         with agreeing(data.comm):
             for start, stop in data.rows.spans():
                 own[start:stop] = read = data.rows.read(start, stop)
-                data.rows.checked(read, start, torch.device("cpu"))
+                data.rows.checked(read, start)
         self.n_features_in_, self.n_samples_fit_ = data.width, data.total
         return self
 
@@ -101,21 +97,21 @@ class NearestNeighbors(Estimator):
                 f"n_neighbors={wanted} is more than the {data.total} rows on all ranks"
             )
         with agreeing(data.comm):
-            blocks = [block for _, block in self._fitted_rows(X).blocks(data.device)]
+            blocks = [block for _, block in self._fitted_rows(X).blocks()]
         queries = [
             self._prepared(some) for block in blocks for some in torch.split(block, _QUERIES)
         ]
         best = [_none(some) for some in queries]
         for first, rows in self._circulate():
             for start in range(0, len(rows), _ROWS):
-                block = self._prepared(rows[start : start + _ROWS].to(data.device).double())
+                block = self._prepared(rows[start : start + _ROWS].double())
                 for number, some in enumerate(queries):
                     best[number] = self._better(best[number], some, block, first + start, wanted)
         none = np.empty((0, wanted))
-        distances = [numpy(found) for found, _ in best]
+        distances = [found.numpy() for found, _ in best]
         if self.metric == EUCLIDEAN:
             distances = [np.sqrt(found) for found in distances]
-        indices = [numpy(found) for _, found in best]
+        indices = [found.numpy() for _, found in best]
         return np.concatenate([none, *distances]), np.concatenate([none.astype(int), *indices])
 
     def _circulate(self) -> Iterator[tuple[int, Tensor]]:
@@ -184,13 +180,13 @@ class NearestNeighbors(Estimator):
 
 def _none(queries: Tensor) -> Best:
     shape = len(queries), 0
-    return queries.new_empty(shape), torch.empty(shape, dtype=torch.int64, device=queries.device)
+    return queries.new_empty(shape), torch.empty(shape, dtype=torch.int64)
 
 
 def _padded(rows: Tensor, count: int, values: Tensor, columns: Tensor) -> Best:
     """Values and columns grouped by row, (count, most), padded with infinity."""
     counts = torch.bincount(rows, minlength=count)
-    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
     shape = count, int(counts.max())
     padded, padded_columns = values.new_full(shape, torch.inf), columns.new_zeros(shape)
     padded[rows, place], padded_columns[rows, place] = values, columns

@@ -11,11 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spatialdl.inference.analysis.estimator import Array, Estimator, numpy, positive
-from spatialdl.inference.analysis.rows import Comm, DividedRows, total
-from spatialdl.inference.predicting.agreed_errors import agreeing
-
-R2, MSE = "r2", "neg_mean_squared_error"
+from spatialdl.inference.analysis.rows import Array, Comm, DividedRows, Estimator, positive, total
+from spatialdl.inference.predicting.loop import agreeing
 
 
 class _Linear(Estimator):
@@ -32,7 +29,9 @@ class _Linear(Estimator):
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Predict this rank's rows, (rows,) or (rows, targets); without communication."""
-        several = self._applied(X, lambda block: block @ self._put(np.atleast_2d(self.coef_)).T)
+        several = self._applied(
+            X, lambda block: block @ torch.from_numpy(np.atleast_2d(self.coef_)).T
+        )
         return np.asarray((several if self.coef_.ndim == 2 else several[:, 0]) + self.intercept_)
 
     def _take(self, data: DividedRows, coef: Array, intercept: Array, flat: bool) -> None:
@@ -53,7 +52,6 @@ class Ridge(_Linear):
         alpha: penalty, at least 0; a number, or one per target.
         fit_intercept: whether to fit an unpenalised constant.
         comm: communicator of mpi4py or of this package; None: single process.
-        device: device of the computation.
     """
 
     def __init__(
@@ -62,10 +60,9 @@ class Ridge(_Linear):
         *,
         fit_intercept: bool = True,
         comm: Comm = None,
-        device: str = "cpu",
     ) -> None:
         self.alpha, self.fit_intercept = alpha, fit_intercept
-        self.comm, self.device = comm, device
+        self.comm = comm
 
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
         """Fit targets (rows,) or (rows, targets); all ranks must call it with their own rows.
@@ -73,15 +70,15 @@ class Ridge(_Linear):
         Raises:
             ValueError: on all ranks: invalid rows, targets or alpha.
         """
-        data = DividedRows(X, self.comm, self.device)
+        data = DividedRows(X, self.comm)
         targets, flat = _targets(data, y)
         alphas = _alphas(self.alpha)
         if len(alphas) not in (1, targets.shape[1]):
             raise ValueError(f"alpha has {len(alphas)} numbers for {targets.shape[1]} targets")
         centres = self._centres(data, targets)
-        folds = torch.zeros(data.rows.count, dtype=torch.int64, device=data.device)
+        folds = torch.zeros(data.rows.count, dtype=torch.int64)
         [products] = _products(data, targets, folds, 1, centres)
-        strengths = alphas.to(data.device)[None]
+        strengths = alphas[None]
         [errors] = _solve(products, data.width, strengths, self.fit_intercept)
         self._take(data, *_coefficients(errors, centres), flat)
         return self
@@ -95,15 +92,13 @@ class RidgeCV(_Linear):
     Args:
         alphas: candidate penalties.
         fit_intercept: whether to fit an unpenalised constant.
-        scoring: `r2` or `neg_mean_squared_error`; the mean over the folds selects the penalty.
         cv: number of folds: contiguous ranges of all rows, or whole groups.
         comm: communicator of mpi4py or of this package; None: single process.
-        device: device of the computation.
 
     Attributes:
         alpha_: selected penalty.
-        best_score_: mean score of `alpha_` over the folds.
-        scores_: (alphas, folds).
+        scores_: (alphas, folds), negative mean squared errors; their mean selects the penalty.
+        best_score_: mean of the scores of `alpha_`.
         folds_: (rows,), folds of this rank's rows.
         fold_coef_: (folds, targets, width), weights fitted without each fold, with `alpha_`.
         fold_intercept_: (folds, targets), constants fitted without each fold.
@@ -114,13 +109,10 @@ class RidgeCV(_Linear):
         alphas: Any = (0.1, 1.0, 10.0),
         *,
         fit_intercept: bool = True,
-        scoring: str = R2,
         cv: int = 5,
         comm: Comm = None,
-        device: str = "cpu",
     ) -> None:
-        self.alphas, self.fit_intercept, self.scoring = alphas, fit_intercept, scoring
-        self.cv, self.comm, self.device = cv, comm, device
+        self.alphas, self.fit_intercept, self.cv, self.comm = alphas, fit_intercept, cv, comm
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:  # noqa: N803
         """Fit targets (rows,) or (rows, targets); all ranks must call it with their own rows.
@@ -133,40 +125,27 @@ class RidgeCV(_Linear):
         Raises:
             ValueError: on all ranks: invalid rows, targets, alphas or folds.
         """
-        if self.scoring not in (R2, MSE):
-            raise ValueError(f"scoring={self.scoring!r} must be {R2!r} or {MSE!r}")
         count = positive("cv", self.cv)
         alphas = _alphas(self.alphas)
-        data = DividedRows(X, self.comm, self.device)
+        data = DividedRows(X, self.comm)
         targets, flat = _targets(data, y)
         folds = _folds(data, count, groups)
         centres = self._centres(data, targets)
         products = _products(data, targets, folds, count, centres)
-        whole, strengths = products.sum(0), alphas.to(data.device)[:, None]
+        whole, strengths = products.sum(0), alphas[:, None]
         fits, scores = [], []
         for held_out in products:
             fits.append(_solve(whole - held_out, data.width, strengths, self.fit_intercept))
-            scores.append(self._scored(held_out, fits[-1]))
-        self.scores_ = numpy(torch.stack(scores, 1))
+            scores.append(_scores(held_out, fits[-1]))
+        self.scores_ = torch.stack(scores, 1).numpy()
         best = int(self.scores_.mean(1).argmax())
         self.alpha_, self.best_score_ = float(alphas[best]), float(self.scores_.mean(1)[best])
         [errors] = _solve(whole, data.width, strengths[best : best + 1], self.fit_intercept)
         self._take(data, *_coefficients(errors, centres), flat)
         of_folds = [_coefficients(fit[best], centres) for fit in fits]
         self.fold_coef_, self.fold_intercept_ = map(np.stack, zip(*of_folds, strict=True))
-        self.folds_ = numpy(folds)
+        self.folds_ = folds.numpy()
         return self
-
-    def _scored(self, products: Tensor, errors: Tensor) -> Tensor:
-        """Mean score of the targets over the rows of a fold, (alphas,)."""
-        wrong = torch.einsum("sit,ij,sjt->st", errors, products, errors).clamp(min=0)
-        rows = products[-1, -1]
-        if self.scoring == MSE:
-            return -(wrong / rows).mean(1)
-        targets = slice(-1 - errors.shape[2], -1)
-        squares, sums = products.diagonal()[targets], products[-1, targets]
-        spread = (squares - sums.square() / rows.clamp(min=1)).clamp(min=0)
-        return _r2(wrong, spread).mean(1)
 
     def without(self, fold: int) -> Self:
         """The model fitted without a fold, for predictions."""
@@ -188,29 +167,12 @@ class RidgeClassifierCV(RidgeCV):
     Args:
         alphas: candidate penalties.
         fit_intercept: whether to fit an unpenalised constant.
-        scoring: `r2` or `neg_mean_squared_error` of the decision values; the mean over the folds
-            selects the penalty.
         cv: number of folds: contiguous ranges of all rows, or whole groups.
         comm: communicator of mpi4py or of this package; None: single process.
-        device: device of the computation.
 
     Attributes:
         classes_: (classes,), sorted text.
     """
-
-    def __init__(
-        self,
-        alphas: Any = (0.1, 1.0, 10.0),
-        *,
-        fit_intercept: bool = True,
-        scoring: str = MSE,
-        cv: int = 5,
-        comm: Comm = None,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(
-            alphas, fit_intercept=fit_intercept, scoring=scoring, cv=cv, comm=comm, device=device
-        )
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:  # noqa: N803
         """Fit classes (rows,); all ranks must call it with their own rows.
@@ -224,7 +186,7 @@ class RidgeClassifierCV(RidgeCV):
             ValueError: on all ranks: see `RidgeCV`, or fewer than two classes.
         """
         own = np.asarray(y).astype(str)
-        comm = DividedRows(X, self.comm, self.device).comm
+        comm = DividedRows(X, self.comm).comm
         everywhere = set(chain.from_iterable(comm.allgather(sorted(set(own.ravel().tolist())))))
         if len(everywhere) < 2:
             raise ValueError(
@@ -301,26 +263,25 @@ def _solve(products: Tensor, width: int, alphas: Tensor, intercept: bool) -> Ten
     turned = torch.where(bottom > 0, (vectors.T @ xy) / torch.where(bottom > 0, bottom, 1.0), 0.0)
     weights = vectors @ turned
     constant = means[:width] @ weights - means[width:-1]
-    identity = torch.eye(xy.shape[1], dtype=xy.dtype, device=xy.device)
+    identity = torch.eye(xy.shape[1], dtype=xy.dtype)
     return torch.cat([-weights, identity.expand(len(weights), -1, -1), constant[:, None]], 1)
 
 
 def _coefficients(errors: Tensor, centres: Centres) -> tuple[Array, Array]:
     """Weights (targets, width) and intercepts (targets,) of a fit."""
     weights = -errors[: len(centres[0])].T
-    return numpy(weights), numpy(centres[1] - weights @ centres[0] - errors[-1])
+    return weights.numpy(), (centres[1] - weights @ centres[0] - errors[-1]).numpy()
 
 
-def _r2(wrong: Tensor, whole: Tensor) -> Tensor:
-    """R2; for constant targets 1 if predicted exactly, else 0, as in scikit-learn."""
-    constant = (wrong > 0).logical_not().to(wrong.dtype)
-    score: Tensor = torch.where(whole > 0, 1 - wrong / torch.where(whole > 0, whole, 1.0), constant)
-    return score
+def _scores(products: Tensor, errors: Tensor) -> Tensor:
+    """Negative mean squared errors of fits over the rows of a fold, (alphas,)."""
+    wrong = torch.einsum("sit,ij,sjt->st", errors, products, errors).clamp(min=0)
+    return -(wrong / products[-1, -1]).mean(1)
 
 
 def _mean(data: DividedRows, targets: Tensor) -> Tensor:
     own = targets.sum(0)
-    [sums] = total(data.comm, [tuple(own.shape)], lambda sums: sums[0].add_(own), data.device)
+    [sums] = total(data.comm, [tuple(own.shape)], lambda sums: sums[0].add_(own))
     return sums.div(data.total)
 
 
@@ -357,7 +318,7 @@ def _targets(data: DividedRows, values: Any) -> tuple[Tensor, bool]:
     if len(shapes) > 1:
         raise ValueError(f"ranks have targets of different shapes: {everywhere}")
     [shape] = shapes
-    targets = own.reshape(data.rows.count, *(shape or (1,))).to(data.device)
+    targets = own.reshape(data.rows.count, *(shape or (1,)))
     return targets, targets.shape[1] == 1
 
 
@@ -369,8 +330,7 @@ def _folds(data: DividedRows, count: int, groups: Any) -> Tensor:
         index = data.first + torch.arange(data.rows.count)
         # the first folds have one row more, as in scikit-learn
         size, more = divmod(data.total, count)
-        folds = torch.where(index < more * (size + 1), index // (size + 1), (index - more) // size)
-        return folds.to(data.device)
+        return torch.where(index < more * (size + 1), index // (size + 1), (index - more) // size)
     with agreeing(data.comm):
         own = np.asarray(groups).astype(str)
         if own.shape != (data.rows.count,):
@@ -384,5 +344,4 @@ def _folds(data: DividedRows, count: int, groups: Any) -> Tensor:
     for name in sorted(sizes, key=lambda one: (-sizes[one], one)):  # the largest first
         fold_of[name] = filled.index(min(filled))
         filled[fold_of[name]] += sizes[name]
-    folds = torch.tensor([fold_of[name] for name in own], dtype=torch.int64)
-    return folds.to(data.device)
+    return torch.tensor([fold_of[name] for name in own], dtype=torch.int64)

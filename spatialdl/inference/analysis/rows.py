@@ -1,29 +1,38 @@
-"""Rows of features divided over ranks: arrays in memory, or files read in blocks."""
+"""Rows of features divided over ranks: arrays in memory, or files read in blocks; estimators."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
+import zipfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.world import as_communicator
+from spatialdl.common.files import replacing
 from spatialdl.data.feature_file import FeatureFile
-from spatialdl.inference.predicting.agreed_errors import agreeing
+from spatialdl.inference.predicting.loop import agreeing
 
 Comm = Any  # communicator of mpi4py or of this package, or None; Any avoids importing MPI
 
 _READ, _LONGEST = 2**21, 2**15  # numbers (16 MB in float64) and rows per read
 _IN_CACHE = 2**17  # numbers per block on a CPU, to stay in cache over several uses
+Array = npt.NDArray[Any]
+_OF_OWN_ROWS = ("labels_", "folds_")
+_DAMAGED = (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError)
 KEPT = 2**31
 """Bytes of feature files that a rank keeps in memory between passes."""
 
@@ -55,26 +64,26 @@ class Rows(ABC):
         for start in range(0, self.count, step):
             yield start, min(start + step, self.count)
 
-    def blocks(self, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """All rows in float64, block by block, each with its slice.
 
         Raises:
             ValueError: NaN or infinity, or a damaged file.
         """
-        step = _LONGEST if device.type != "cpu" else max(16, _IN_CACHE // max(1, self.width))
+        step = max(16, _IN_CACHE // max(1, self.width))
         for start, stop in self.spans():
             at = start
             for some in torch.split(self.read(start, stop), step):
-                yield slice(at, at + len(some)), self.checked(some, at, device)
+                yield slice(at, at + len(some)), self.checked(some, at)
                 at += len(some)
 
-    def checked(self, rows: Tensor, start: int, device: torch.device) -> Tensor:
+    def checked(self, rows: Tensor, start: int) -> Tensor:
         """Rows that were read from `start`, in float64.
 
         Raises:
             ValueError: NaN or infinity.
         """
-        block = rows.to(device, torch.float64)
+        block = rows.double()
         if not torch.isfinite(block.sum()):  # a sum is faster than a test of every value
             bad = (~torch.isfinite(block)).nonzero()
             if len(bad):
@@ -222,7 +231,6 @@ class DividedRows:
     Args:
         values: this rank's rows, see `as_rows`; may be empty.
         comm: communicator of mpi4py or of this package; None: single process.
-        device: device of the computation.
         least: minimum number of rows on all ranks together.
 
     Attributes:
@@ -238,13 +246,11 @@ class DividedRows:
         ValueError: on all ranks: invalid rows on a rank, different widths, or too few rows.
     """
 
-    def __init__(self, values: Any, comm: Comm, device: str | torch.device, least: int = 1) -> None:
+    def __init__(self, values: Any, comm: Comm, least: int = 1) -> None:
         self.comm: Communicator = SingleProcess() if comm is None else as_communicator(comm)
-        self.device = torch.device(device)
         with agreeing(self.comm):
             self.rows = as_rows(values)
-        own = self.rows.count, self.rows.width, self.rows.dtype
-        everywhere = self.comm.allgather(own)
+        everywhere = self.comm.allgather((self.rows.count, self.rows.width, self.rows.dtype))
         self.counts = [count for count, _, _ in everywhere]
         self.total = sum(self.counts)
         self.first = sum(self.counts[: self.comm.rank])
@@ -273,21 +279,25 @@ class DividedRows:
         """
 
         def work(sums: list[Tensor]) -> None:
-            for place, block in self.rows.blocks(self.device):
+            for place, block in self.rows.blocks():
                 add(sums, place, block)
 
-        return total(self.comm, shapes, work, self.device)
-
-    def generator(self, seed: int | None) -> np.random.RandomState:
-        """Generator with the same state on all ranks, from rank 0's seed, or a random one."""
-        fresh = int(np.random.RandomState().randint(2**31 - 1)) if seed is None else seed
-        return np.random.RandomState(self.comm.bcast(fresh))
+        return total(self.comm, shapes, work)
 
     @cached_property
     def mean(self) -> Tensor:
         """Mean of each column, (width,); the first use is collective."""
         [sums] = self.sums([(self.width,)], lambda sums, _, block: sums[0].add_(block.sum(0)))
         return sums.div(self.total)
+
+    @cached_property
+    def variation(self) -> Tensor:
+        """Sum of the squares of each column minus its mean, (width,); first use collective."""
+        mean = self.mean
+        [squares] = self.sums(
+            [(self.width,)], lambda sums, _, block: sums[0].add_((block - mean).square().sum(0))
+        )
+        return squares
 
     def fetch(self, local: Sequence[int | None]) -> Tensor:
         """Broadcast rows of all ranks, (len, width), in float64; collective.
@@ -300,9 +310,9 @@ class DividedRows:
             for number, index in enumerate(local):
                 if index is not None:
                     row = self.rows.read(index, index + 1)
-                    sums[0][number] = self.rows.checked(row, index, self.device)[0]
+                    sums[0][number] = self.rows.checked(row, index)[0]
 
-        [rows] = total(self.comm, [(len(local), self.width)], work, self.device)
+        [rows] = total(self.comm, [(len(local), self.width)], work)
         return rows
 
 
@@ -310,7 +320,6 @@ def total(
     comm: Communicator,
     shapes: Sequence[tuple[int, ...]],
     work: Callable[[list[Tensor]], object],
-    device: torch.device,
 ) -> list[Tensor]:
     """Sum over ranks by one all-reduce; bitwise the same on every rank.
 
@@ -318,16 +327,116 @@ def total(
         shapes: shapes of the sums.
         work: adds this rank's part to float64 zeros of these shapes; must not communicate, and its
             errors are raised on all ranks.
-        device: device of the sums.
     """
     sizes = [math.prod(shape) for shape in shapes]
-    flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    flat = torch.zeros(sum(sizes), dtype=torch.float64)
     parts = torch.split(flat, sizes)
     sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     with agreeing(comm):
         work(sums)
-    if comm.size > 1:
-        host = flat.cpu()
-        comm.all_reduce_(host)
-        flat.copy_(host)
+    comm.all_reduce_(flat)
     return sums
+
+
+# --- estimators
+
+
+class Estimator:
+    """Estimator with scikit-learn's interface; constructor arguments are its parameters."""
+
+    comm: Comm
+    n_features_in_: int
+
+    def get_params(self) -> dict[str, Any]:
+        """Parameters by name."""
+        names = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in names}
+
+    def _fitted_rows(self, values: Any) -> Rows:
+        """Rows to apply the model to.
+
+        Raises:
+            ValueError: the model is not fitted, or the rows have another width.
+        """
+        if not hasattr(self, "n_features_in_"):
+            raise ValueError(f"{type(self).__name__} is not fitted: call fit first")
+        rows = as_rows(values)
+        if rows.count and rows.width != self.n_features_in_:
+            raise ValueError(
+                f"rows have {rows.width} columns, the model was fitted on {self.n_features_in_}"
+            )
+        return rows
+
+    def _applied(self, values: Any, function: Callable[[Tensor], Tensor]) -> Array:
+        """The results (rows, ...) of a function of blocks of rows; without communication."""
+        rows = self._fitted_rows(values)
+        none = torch.empty(0, self.n_features_in_, dtype=torch.float64)
+        blocks = [none, *(block for _, block in rows.blocks())]
+        return np.concatenate([function(block).numpy() for block in blocks])
+
+
+def positive(name: str, value: object) -> int:
+    """Check that a value is a whole number of at least 1.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    return int(value)
+
+
+def save_model(path: Path, model: Estimator) -> None:
+    """Write a fitted model atomically, without attributes of single rows.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    params = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in model.get_params().items()
+        if name != "comm"
+    }
+    fitted = {
+        name: np.asarray(value)
+        for name, value in vars(model).items()
+        if name.endswith("_") and not name.startswith("_") and name not in _OF_OWN_ROWS
+    }
+    about = {"estimator": type(model).__name__, "parameters": params}
+    with replacing(path) as file:
+        np.savez(file, about=np.array(json.dumps(about)), **fitted)  # type: ignore[arg-type]
+
+
+def load_model(path: Path, kinds: tuple[type[Estimator], ...], method: str) -> Any:
+    """Load a model of `save_model`.
+
+    Args:
+        path: file name.
+        kinds: classes that the method can apply.
+        method: name of the method, for messages.
+
+    Raises:
+        ValueError: the file is missing, damaged, or not a model of these kinds.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a model: expected a file model.npz")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            kind = next((one for one in kinds if one.__name__ == about["estimator"]), None)
+            if kind is None:
+                raise ValueError(f"it is a {about['estimator']}, which {method} cannot apply")
+            given = about["parameters"]
+            if given.get("whiten"):
+                raise ValueError("it whitens, which is no longer supported: fit it again")
+            names = inspect.signature(kind).parameters
+            known = {name: value for name, value in given.items() if name in names}
+            model = kind(**known)
+            for name in set(file.files) - {"about"}:
+                value = file[name]
+                setattr(model, name, value if value.ndim else value.item())
+    except _DAMAGED as error:
+        raise ValueError(f"{path} has no valid model: {error}") from error
+    return model

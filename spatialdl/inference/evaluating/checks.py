@@ -8,7 +8,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.common.configuring.values import check_values
 from spatialdl.data.tables import SAMPLE, SlideTable, find_predicted, read_table
-from spatialdl.inference.predicting.checks import check_config
+from spatialdl.inference.predicting.checks import check_config, check_whole
 from spatialdl.layout.placement import Placement
 from spatialdl.training.checks import check_choices
 from spatialdl.training.layouts import placement_of
@@ -86,10 +86,7 @@ def _check_labels(config: DictConfig) -> None:
 
 
 def _check_numbers(config: DictConfig) -> None:
-    for key in ("bootstrap", "cases", "seed"):
-        value = config[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{key}={value} must be a whole number of at least 0")
+    check_whole(config, dict.fromkeys(("bootstrap", "cases", "seed"), 0))
     part = config.confidence
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part < 1:
         raise ValueError(f"confidence={part} must lie between 0 and 1, such as 0.95")

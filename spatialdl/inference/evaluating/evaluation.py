@@ -9,7 +9,8 @@ report.html                 all of these on one page
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ from spatialdl.inference.evaluating.measured import (
     Resampling,
     measure,
     save_metrics,
-    shown_name,
     shown_value,
 )
 from spatialdl.inference.evaluating.pictures import save_pictures
 from spatialdl.inference.evaluating.predicted import Predicted, read_predictions
 from spatialdl.inference.evaluating.truth import find_truth
-from spatialdl.inference.predicting.agreed_errors import agreeing
+from spatialdl.inference.predicting.loop import agreeing
+from spatialdl.training.console.validation_table import metric_label
 
 log = logging.getLogger("spatialdl.evaluate")
 
@@ -125,29 +126,23 @@ def _summary(
 def table(found: Sequence[Measured], unit: str, how: Resampling) -> str:
     """Console table: metrics of all samples, of classes, of groups; a column per level."""
     levels = list(dict.fromkeys(one.level for one in found))
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    rows = [["", *(f"by {level}" for level in levels)]]
+    groups: dict[str, list[Measured]] = {}
     for one in found:
-        group = "" if one.group == ALL else f"{one.group}={one.value}"
-        what = f"{shown_name(one.metric)}{', ' if one.name else ''}{fitted(one.name, _LONGEST)}"
-        cells.setdefault((group, what, one.metric), {})[one.level] = shown_value(one)
-    rows = [("", *(f"by {level}" for level in levels))]
-    before = ""
-    for (group, what, _), values in cells.items():
-        if group != before:
-            many = [next((_many(o) for o in found if _is(o, group, level)), "") for level in levels]
-            rows.append((fitted(group, _LONGEST), *many))
-            before = group
-        inset = "  " if group else ""
-        rows.append((f"{inset}{what}", *(values.get(level, "") for level in levels)))
-    counts = [next((_many(o) for o in found if _is(o, "", level)), "") for level in levels]
-    rows.insert(1, ("samples", *counts))
+        group = "samples" if one.group == ALL else fitted(f"{one.group}={one.value}", _LONGEST)
+        groups.setdefault(group, []).append(one)
+    for group, own in groups.items():
+        counts = {one.level: _many(one) for one in own}
+        rows.append([group, *(counts.get(level, "") for level in levels)])
+        inset = "" if group == "samples" else "  "
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for one in own:
+            cells.setdefault((one.metric, one.name), {})[one.level] = shown_value(one)
+        for (metric, name), values in cells.items():
+            what = f"{inset}{metric_label(metric)}{', ' if name else ''}{fitted(name, _LONGEST)}"
+            rows.append([what, *(values.get(level, "") for level in levels)])
     title = f"{100 * how.confidence:g} % intervals, {how.resamples:,} resamples by {unit}"
     return "\n".join([title, *aligned(rows)])
-
-
-def _is(one: Measured, group: str, level: str) -> bool:
-    own = "" if one.group == ALL else f"{one.group}={one.value}"
-    return own == group and one.level == level
 
 
 def _many(one: Measured) -> str:
@@ -181,7 +176,12 @@ def save_evaluation(
         unit=levels.unit,
         levels=len(names),
         facts=list(_facts(plain, names)),
-        metrics=_table([one for one in plain if not one.name], names, "metric"),
+        metrics=_table(
+            [one for one in plain if not one.name],
+            "metric",
+            _metric,
+            lambda one: f"by {one.level}",
+        ),
         classes=list(_by_class(plain, names)),
         groups=list(_by_group(found, names)),
         pictures={title: as_data(file.read_bytes(), "png") for title, file in pictures.items()},
@@ -195,51 +195,49 @@ def _facts(found: Sequence[Measured], names: Sequence[str]) -> Iterator[tuple[st
     """Headline metrics of the coarsest level, and sample counts of all levels."""
     own = {one.metric: one for one in found if one.level == names[-1] and not one.name}
     for metric in [name for name in _HEADLINE if name in own][:_MOST_FACTS]:
-        yield f"{shown_name(metric)} by {names[-1]}", shown_value(own[metric])
+        yield f"{metric_label(metric)} by {names[-1]}", shown_value(own[metric])
     for name in names:
         yield f"{name}s", f"{next(o.samples for o in found if o.level == name):,}"
 
 
-def _table(found: Sequence[Measured], names: Sequence[str], head: str) -> list[list[str]]:
-    """A table with a row per metric and a column per level."""
-    metrics = list(dict.fromkeys(one.metric for one in found))
-    cells = {(one.metric, one.level): shown_value(one) for one in found}
-    rows = [[shown_name(m), *(cells.get((m, level), "") for level in names)] for m in metrics]
-    return [[head, *(f"by {level}" for level in names)], *rows]
+def _table(
+    found: Sequence[Measured],
+    head: str,
+    row: Callable[[Measured], str],
+    column: Callable[[Measured], str],
+) -> list[list[str]]:
+    """A table of values, with names of its rows and columns."""
+    columns = list(dict.fromkeys(map(column, found)))
+    cells: dict[str, dict[str, str]] = {}
+    for one in found:
+        cells.setdefault(row(one), {})[column(one)] = shown_value(one)
+    rows = [[name, *(of.get(one, "") for one in columns)] for name, of in cells.items()]
+    return [[head, *columns], *rows]
+
+
+def _metric(one: Measured) -> str:
+    return metric_label(one.metric)
 
 
 def _by_class(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A table per level, with a row per class and a column per metric."""
     for level in names:
         own = [one for one in found if one.level == level and one.name]
-        metrics = list(dict.fromkeys(one.metric for one in own))
-        classes = list(dict.fromkeys(one.name for one in own))
-        cells = {(one.name, one.metric): shown_value(one) for one in own}
-        rows = [[name, *(cells[name, metric] for metric in metrics)] for name in classes]
-        if rows:
-            yield {"title": level, "rows": [["", *map(shown_name, metrics)], *rows]}
+        if own:
+            yield {"title": level, "rows": _table(own, "", lambda one: one.name, _metric)}
 
 
 def _by_group(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A table per column and level, with a row per value and a column per metric."""
     columns = [column for column in dict.fromkeys(one.group for one in found) if column != ALL]
-    for column in columns:
-        for level in names:
-            own = [one for one in found if (one.group, one.level) == (column, level)]
-            metrics = list(dict.fromkeys(one.metric for one in own))
-            values = list(dict.fromkeys(one.value for one in own))
-            cells = {(one.value, one.metric): one for one in own}
-            rows = [
-                [
-                    value,
-                    f"{cells[value, metrics[0]].samples:,}",
-                    *(shown_value(cells[value, metric]) for metric in metrics),
-                ]
-                for value in values
-            ]
-            if rows:
-                head = [column, f"{level}s", *map(shown_name, metrics)]
-                yield {"title": f"{column}, by {level}", "rows": [head, *rows]}
+    for column, level in product(columns, names):
+        own = [one for one in found if (one.group, one.level) == (column, level)]
+        counts = {one.value: f"{one.samples:,}" for one in own}
+        [head, *rows] = _table(own, column, lambda one: one.value, _metric)
+        if rows:
+            rows = [[name, counts[name], *values] for name, *values in rows]
+            head.insert(1, f"{level}s")
+            yield {"title": f"{column}, by {level}", "rows": [head, *rows]}
 
 
 def _shown(one: Case) -> dict[str, str]:

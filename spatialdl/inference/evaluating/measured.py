@@ -19,7 +19,7 @@ from tqdm import tqdm
 from spatialdl.common.files import save_json, save_table
 from spatialdl.inference.evaluating.levels import Level, Levels, group_of
 from spatialdl.inference.evaluating.scores import Floats, PixelScores, Scores
-from spatialdl.training.console.validation_table import SHARES, metric_label
+from spatialdl.training.console.validation_table import SHARES
 
 ALL = "all"
 """Name of the group of all samples."""
@@ -129,11 +129,6 @@ def _of_level(
                 *(level.name, group, value, plain, name, estimate, limit),
                 *(scores.samples, scores.units),
             )
-
-
-def shown_name(metric: str) -> str:
-    """The printed name of a metric, such as "mean Dice" for "mean_dice"."""
-    return metric_label(metric)
 
 
 def shown_value(one: Measured) -> str:

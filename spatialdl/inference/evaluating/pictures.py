@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 from spatialdl.common.text import fitted
 from spatialdl.inference.evaluating.levels import Level
@@ -20,13 +21,20 @@ from spatialdl.inference.evaluating.scores import (
     Ranking,
     bins_of,
     from_confusion,
-    kaplan_meier,
 )
-from spatialdl.inference.predicting.pictures import new_figure, save_figure
+from spatialdl.inference.predicting.pictures import (
+    SMALL,
+    TITLE,
+    colours_of,
+    confusion_side,
+    draw_confusion,
+    draw_numbers,
+    new_figure,
+    save_figure,
+    style_axes,
+)
 
-_COLOURS = ("#1f5fa8", "#e6550d", "#2f8f5b", "#756bb1", "#a1622d", "#d6336c", "#0b7285", "#5b6470")
-_MOST_CURVES = len(_COLOURS)
-_HALVES = (("lower risk", "#1f5fa8"), ("higher risk", "#e6550d"))
+_MOST_CURVES = 8
 _MOST_CLASSES = 20  # classes of a readable confusion matrix
 _MOST_POINTS = 20_000
 _LONGEST = 24  # characters of a name
@@ -81,8 +89,8 @@ def _save(
     if draw is _draw_confusion and levels[0].task == "segmentation":
         levels = levels[:1]  # pixel counts are the same at all levels
     targets = classes[:_MOST_CURVES] if draw is _draw_numbers else [""]
-    side = 4.4 if draw is not _draw_confusion else max(4.0, 1.8 + 0.62 * len(classes))
-    figure = new_figure(side * 1.08 * len(levels), side * len(targets), dpi=110)
+    side = 4.4 if draw is not _draw_confusion else confusion_side(len(classes))
+    figure = new_figure(side * 1.08 * len(levels), side * len(targets))
     panels = figure.subplots(len(targets), len(levels), squeeze=False).ravel()
     reasons = []
     for panel, (target, level) in zip(panels, product(targets, levels), strict=True):
@@ -93,11 +101,11 @@ def _save(
         before = f"{fitted(target, _LONGEST)}, " if target else ""
         after = _left_out(classes) if draw in (_draw_roc, _draw_precision) else ""
         title = f"{before}by {level.name}, n = {len(level):,}{after}"
-        panel.set_title(title, fontsize=10, loc="left")
+        panel.set_title(title, fontsize=TITLE, loc="left")
         if reasons[-1]:
             middle = {"ha": "center", "va": "center", "transform": panel.transAxes}
             white = {"facecolor": "white", "edgecolor": "none"}
-            panel.text(0.5, 0.5, reasons[-1], color="0.35", fontsize=9, bbox=white, **middle)
+            panel.text(0.5, 0.5, reasons[-1], color="0.35", fontsize=TITLE, bbox=white, **middle)
     if set(reasons) == {_UNDEFINED}:
         return False
     save_figure(path, figure)
@@ -143,7 +151,7 @@ def _draw_precision(
 
 def _curves(
     level: Level, classes: Sequence[str], found: Sequence[Measured], metric: str
-) -> tuple[list[tuple[str, str, Curve, float]], str]:
+) -> tuple[list[tuple[Any, str, Curve, float]], str]:
     """Colour, label, curve and share of the class of each class to draw; why there is none."""
     curves, reason = [], _UNDEFINED
     numbers = range(min(len(classes), _MOST_CURVES))
@@ -161,7 +169,7 @@ def _curves(
             reason = reason and few
             if not few:
                 label = f"{fitted(classes[k], _LONGEST)}: {_value(found, metric, classes[k])}"
-                curves.append((_COLOURS[k], label, curve, float(positive.mean())))
+                curves.append((colours_of([k])[0], label, curve, float(positive.mean())))
     return curves, reason
 
 
@@ -182,15 +190,9 @@ def _value(found: Sequence[Measured], metric: str, name: str) -> str:
 
 def _finish(panel: Any, x: str, y: str, place: str, labelled: bool, title: str = "") -> None:
     panel.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
-    _style(panel, x, y)
+    style_axes(panel, x, y)
     if labelled:
-        panel.legend(fontsize=7.5, loc=place, framealpha=0.85, title=title, title_fontsize=7.5)
-
-
-def _style(panel: Any, x: str, y: str, grid: str = "both") -> None:
-    panel.set(xlabel=x, ylabel=y, axisbelow=True)
-    panel.grid(axis=grid, color="0.92")
-    panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(fontsize=SMALL, loc=place, framealpha=0.85, title=title, title_fontsize=SMALL)
 
 
 # --- calibration
@@ -227,7 +229,7 @@ def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence
     )
     error = next((shown_value(o) for o in found if o.metric == "calibration_error"), None)
     label = "by bin" if error is None else f"calibration error {error}"
-    panel.plot(means, shares, "o-", color=_COLOURS[0], lw=1.4, ms=4, label=label)
+    panel.plot(means, shares, "o-", color=colours_of([0])[0], lw=1.4, ms=4, label=label)
     _finish(panel, x, y, "best", labelled=True)
     return ""
 
@@ -239,37 +241,8 @@ def _draw_confusion(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
 ) -> str:
     scores: Any = level.scores()
-    draw_pairs(panel, scores.confusion(np.ones((1, scores.units)))[0], classes)
+    draw_confusion(panel, scores.confusion(np.ones((1, scores.units)))[0], classes)
     return ""
-
-
-def draw_pairs(panel: Any, pairs: npt.NDArray[Any], classes: Sequence[str]) -> None:
-    """Draw a confusion matrix (classes, classes), by true and predicted class."""
-    shares = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
-    panel.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for (row, column), count in np.ndenumerate(pairs):
-        colour = "white" if shares[row, column] > 0.55 else "black"
-        text = f"{_short(count)}\n{100 * shares[row, column]:.0f} %"
-        panel.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
-    names = _distinct(classes)
-    panel.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
-    panel.set_yticks(range(len(names)), names, fontsize=8)
-    panel.set(xlabel="predicted", ylabel="true (%: of its row)")
-
-
-def _distinct(classes: Sequence[str]) -> list[str]:
-    """Shortened class names, numbered if two were the same."""
-    names = [fitted(name, _LONGEST) for name in classes]
-    if len(set(names)) == len(names):
-        return names
-    return [f"{k}: {fitted(name, _LONGEST - 4)}" for k, name in enumerate(classes)]
-
-
-def _short(count: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if count >= size:
-            return f"{count / (1e3 if unit == 'k' else size):.3g} {unit}"
-    return f"{count:,.0f}"
 
 
 def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> str:
@@ -281,14 +254,14 @@ def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence
     for k, name in enumerate(classes):
         known = dice[:, k][~np.isnan(dice[:, k])]
         spread = k + rng.uniform(-0.2, 0.2, len(known))
-        panel.scatter(spread, known, s=12, alpha=0.6, color=_COLOURS[k % len(_COLOURS)])
+        panel.scatter(spread, known, s=12, alpha=0.6, color=colours_of([k]))
         one = next(o for o in found if (o.metric, o.name) == ("image_dice", name))
         panel.hlines(one.estimate, k - 0.3, k + 0.3, color="0.2", lw=1.6)
         panel.vlines(k + 0.3, *one.interval, color="0.2", lw=1.6)
     panel.set_xticks(range(len(classes)), [fitted(n, 14) for n in classes], rotation=35, ha="right")
     least = np.floor(10 * np.nanmin(dice, initial=0.9)) / 10
     panel.set_ylim(least - 0.02, 1.02)
-    _style(panel, "", "Dice (line: mean, bar: its interval)", "y")
+    style_axes(panel, "", "Dice (line: mean, bar: its interval)", "y")
     return "" if np.isfinite(dice).any() else _UNDEFINED
 
 
@@ -306,15 +279,12 @@ def _draw_numbers(
     """Draw predictions of one target over the true values."""
     step = max(1, len(level) // _MOST_POINTS)
     truth, values = level.truth[::step, number], level.values[::step, number]
-    _style(panel, "target", "predicted")
+    style_axes(panel, "target", "predicted")
     if np.isnan(truth).all():
         return _UNDEFINED
-    panel.scatter(truth, values, s=12, alpha=0.5, color=_COLOURS[number], lw=0)
-    ends = float(np.nanmin(truth)), float(np.nanmax(truth))
-    panel.plot(ends, ends, color="0.5", lw=1, ls="--", label="predicted = target")
-    panel.legend(fontsize=7.5, loc="lower right", framealpha=0.85)
+    draw_numbers(panel, truth, values, number)
     text = f"R2 {_value(found, 'r2', classes[0])}"
-    panel.text(0.03, 0.97, text, fontsize=8, va="top", transform=panel.transAxes)
+    panel.text(0.03, 0.97, text, fontsize=SMALL, va="top", transform=panel.transAxes)
     return ""
 
 
@@ -329,7 +299,8 @@ def _draw_survival(
     if not events.any():
         return "no event"
     is_high = risks > np.median(risks)
-    for (name, colour), chosen in zip(_HALVES, (~is_high, is_high), strict=True):
+    halves = {"lower risk": ~is_high, "higher risk": is_high}
+    for colour, (name, chosen) in zip(colours_of(range(2)), halves.items(), strict=True):
         if chosen.any():
             _draw_half(panel, times[chosen], events[chosen], name, colour)
     value = next((one for one in found if one.metric == "c_index"), None)
@@ -337,19 +308,18 @@ def _draw_survival(
     if value is not None and not np.isnan(value.interval.low):
         title += f" [{value.interval.low:.3f}, {value.interval.high:.3f}]"
     panel.set(xlim=(0, float(times.max()) * 1.02 or 1), ylim=(-0.02, 1.02))
-    _style(panel, classes[0], "share without an event")
-    panel.legend(fontsize=7.5, loc="best", framealpha=0.85, title=title, title_fontsize=7.5)
+    style_axes(panel, classes[0], "share without an event")
+    panel.legend(fontsize=SMALL, loc="best", framealpha=0.85, title=title, title_fontsize=SMALL)
     return ""
 
 
 def _draw_half(
-    panel: Any, times: Floats, events: npt.NDArray[np.bool_], name: str, colour: str
+    panel: Any, times: Floats, events: npt.NDArray[np.bool_], name: str, colour: Any
 ) -> None:
-    at, survived = kaplan_meier(times, events)
-    x = np.r_[0.0, at, times.max()]
-    y = np.r_[1.0, survived, survived[-1] if len(survived) else 1.0]
+    """Draw the estimate of Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958."""
+    ends = times[~events]
+    found = stats.ecdf(stats.CensoredData(uncensored=times[events], right=ends)).sf
+    x, y = np.r_[0.0, found.quantiles], np.r_[1.0, found.probabilities]
     label = f"{name} ({len(times):,}, {int(events.sum()):,} events)"
     panel.plot(x, y, color=colour, lw=1.6, drawstyle="steps-post", label=label)
-    ends = times[~events]
-    heights = y[np.searchsorted(np.r_[0.0, at], ends, side="right") - 1]
-    panel.plot(ends, heights, "|", color=colour, ms=5, mew=0.8)
+    panel.plot(ends, found.evaluate(ends), "|", color=colour, ms=5, mew=0.8)

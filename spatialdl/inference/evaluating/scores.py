@@ -340,19 +340,3 @@ def areas_of(rankings: Sequence[Ranking], weights: Floats) -> tuple[Floats, Floa
     """Areas under the ROC curves and average precisions of classes, (B, classes)."""
     areas = [ranking.areas(weights) for ranking in rankings]
     return np.stack([one for one, _ in areas], 1), np.stack([one for _, one in areas], 1)
-
-
-def kaplan_meier(times: Floats, events: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Sorted event times and the estimated survival after each, both (E,).
-
-    Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", J. Am. Stat. Assoc.
-    53, 1958 (https://doi.org/10.1080/01621459.1958.10501452).
-
-    Args:
-        times: (N,), times of the event or of censoring.
-        events: (N,), whether the event occurred.
-    """
-    found = np.unique(times[events])
-    at_risk = (times[None] >= found[:, None]).sum(1)
-    died = ((times[None] == found[:, None]) & events[None]).sum(1)
-    return found, np.cumprod(1 - died / np.maximum(at_risk, 1))

@@ -11,8 +11,7 @@ from typing import Any
 
 from spatialdl.comm.capacity import usable_cores
 from spatialdl.common.text import positive_int
-from spatialdl.inference.features.encoders.encoder import POOLS, Wish
-from spatialdl.inference.features.encoders.preprocessing import INTERPOLATIONS
+from spatialdl.inference.features.encoders.encoder import INTERPOLATIONS, POOLS, Wish
 from spatialdl.inference.features.results import LAYOUTS
 from spatialdl.slides.batch.tile_options import WHOLE_TILE, add_cutting_options
 

@@ -10,6 +10,7 @@ maps/NAME.h5, .png   features of a whole region, see `features.maps`
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from spatialdl.data.feature_file import FEATURES, UNREADABLE, write_features
 from spatialdl.data.format import MANIFEST, sha256_of
 from spatialdl.errors import SlideError
 from spatialdl.inference.features.encoders.encoder import Encoder, Wish
-from spatialdl.inference.features.encoding import Filling
+from spatialdl.inference.features.sources import SlideTiles, TileSource
+from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task, sum_up
 from spatialdl.version import __version__
@@ -79,6 +81,40 @@ class ResultFolders:
 
 
 @dataclass(frozen=True)
+class FeatureRun:
+    """The inputs and settings of a run; cheap to pickle."""
+
+    options: Namespace
+    source: TileSource
+    settings: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the encoder's weights."""
+        return str(self.settings["encoder"]["state_sha256"])
+
+    @property
+    def width(self) -> int:
+        """Features per tile or cell."""
+        return int(self.settings["encoder"]["width"])
+
+    @property
+    def about(self) -> dict[str, object]:
+        """Attributes of the features."""
+        return {
+            "encoder": self.options.wish.name,
+            "encoder_sha256": self.digest,
+            "precision": self.options.precision,
+        }
+
+    @property
+    def layout(self) -> ResultFolders:
+        """Folders of the run."""
+        options = self.options
+        return ResultFolders(options.out.resolve(), MAPS if options.whole else options.layout)
+
+
+@dataclass(frozen=True)
 class Before:
     """Existing features of a slide: the key of their inputs, and the slide's report."""
 
@@ -125,27 +161,28 @@ def resume_attributes(key: str, report: TilingReport) -> dict[str, str]:
 
 
 def save_slide(
-    layout: ResultFolders, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
+    run: FeatureRun,
+    tiles: SlideTiles,
+    parts: Sequence[PartRecord],
+    computed: Sequence[npt.NDArray[Any]],
 ) -> TilingReport:
     """Write the features of a slide, if there are any, and return its report.
 
     Args:
-        layout: folders of the run.
-        filling: the slide with all of its features.
-        dtype: dtype of the stored features.
-        about: attributes of the features, such as the encoder's name.
+        parts: what became of each of its tiles.
+        computed: their features, in order.
 
     Raises:
         SlideError: features are not finite.
         OSError: the files cannot be written.
     """
-    bag, report = filling.bag, filling.bag.report
-    sum_up(report, filling.parts)
+    report, layout, dtype = tiles.report, run.layout, np.dtype(run.options.dtype)
+    sum_up(report, parts)
     if not report.written:
-        for path in layout.files_of(bag.name):
+        for path in layout.files_of(tiles.name):
             path.unlink(missing_ok=True)  # left by an earlier version of the slide
         return report
-    features = np.concatenate(filling.features)
+    features = np.concatenate(computed)
     with np.errstate(over="ignore"):  # overflow is reported below
         stored = features.astype(dtype)
     bad = int((~np.isfinite(stored)).any(1).sum())
@@ -153,16 +190,16 @@ def save_slide(
         large = np.isfinite(features).all()
         remedy = "use --dtype float32" if large else "use --precision float32 or bf16"
         raise SlideError(
-            f"slide {bag.report.file}: {bad} of {len(stored)} tiles have features that are not "
+            f"slide {report.file}: {bad} of {len(stored)} tiles have features that are not "
             f"finite{f' in {dtype}' if large else ''}; {remedy}"
         )
-    coords = np.array([(x, y) for part in filling.parts for x, y, _ in part.taken], np.int64)
-    tags = {**about, **resume_attributes(bag.key, report)}
-    tensor = layout.tensor_of(bag.name)
+    coords = np.array([(x, y) for part in parts for x, y, _ in part.taken], np.int64)
+    tags = {**run.about, **resume_attributes(tiles.key, report)}
+    tensor = layout.tensor_of(tiles.name)
     if tensor is not None:  # first, as the other file's key marks the slide as complete
         _save_tensor(tensor, stored)
-    path = layout.features_of(bag.name)
-    write_features(path, stored, coords.reshape(-1, 2), bag.attributes, tags)
+    path = layout.features_of(tiles.name)
+    write_features(path, stored, coords.reshape(-1, 2), tiles.attributes, tags)
     return report
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -15,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.outcomes import result_key
-from spatialdl.data.samples import TileSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.inference.predicting.inputs import Input, shard_inputs
@@ -47,7 +47,7 @@ class TilePiece:
 
 
 @dataclass
-class SlideTiles(ABC):
+class SlideTiles:
     """The tiles of one slide.
 
     Attributes:
@@ -56,6 +56,9 @@ class SlideTiles(ABC):
         report: its report so far.
         attributes: attributes of its coordinates.
         side: rows and columns of a tile.
+        count: number of tiles to read.
+        open_files: opens the files; the result is used by one thread at a time.
+        read_tiles: reads some tiles from open files, and notes what became of each.
         idle: open files that no thread uses.
     """
 
@@ -64,34 +67,25 @@ class SlideTiles(ABC):
     report: TilingReport
     attributes: Mapping[str, object]
     side: int
-    idle: SimpleQueue[Any] = field(default_factory=SimpleQueue, kw_only=True)
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """Number of tiles to read."""
-
-    @abstractmethod
-    def _open(self) -> Any:
-        """Open the files; the result is used by one thread at a time."""
-
-    @abstractmethod
-    def _read(self, opened: Any, tiles: slice, part: PartRecord) -> list[Tiles]:
-        """Read some tiles, and note in `part` what became of each."""
+    count: int
+    open_files: Callable[[], Any]
+    read_tiles: Callable[[Any, slice, PartRecord], list[Tiles]]
+    idle: SimpleQueue[Any] = field(default_factory=SimpleQueue)
 
     def read(self, first: int, last: int) -> TilePiece:
         """Read tiles `first` up to `last` (exclusive); thread-safe."""
         try:
             opened = self.idle.get_nowait()
         except Empty:
-            opened = self._open()
+            opened = self.open_files()
         part, started = PartRecord(), time.monotonic()
         try:
-            images = self._read(opened, slice(first, last), part)
+            images = self.read_tiles(opened, slice(first, last), part)
         finally:
             self.idle.put(opened)
         part.seconds = time.monotonic() - started
-        return self._stacked(images, part)
+        empty = np.empty((0, self.side, self.side, 3), np.uint8)
+        return TilePiece(np.stack(images) if images else empty, part)
 
     def close(self) -> None:
         """Close files."""
@@ -102,10 +96,6 @@ class SlideTiles(ABC):
         """First and last tile of each piece."""
         step = max(1, min(_MOST_TILES, _MOST_BYTES // (3 * self.side**2)))
         return [(k, min(k + step, self.count)) for k in range(0, self.count, step)]
-
-    def _stacked(self, images: Sequence[Tiles], part: PartRecord) -> TilePiece:
-        empty = np.empty((0, self.side, self.side, 3), np.uint8)
-        return TilePiece(np.stack(images) if images else empty, part)
 
 
 class TileSource(ABC):
@@ -162,44 +152,44 @@ class SlideSource(TileSource):
                 raise SlideError(own)
             attributes = {**tile_attributes(slide, plan), "name": task.name}
         report.seconds = time.monotonic() - started
-        side = plan.tile_size
-        small = plan.part(0, len(plan.places))
-        return _SlideTiles(task.name, key, report, attributes, side, self, task, small, own)
+        return SlideTiles(
+            task.name,
+            key,
+            report,
+            attributes,
+            plan.tile_size,
+            len(plan.places),
+            partial(self._opened, task),
+            partial(_read_slide, self.choosing, plan.part(0, len(plan.places)), own),
+        )
 
     def _opened(self, task: Task) -> Slide:
         return Slide(task.path, self.options.slide_mpp)
 
 
-@dataclass
-class _SlideTiles(SlideTiles):
-    source: SlideSource
-    task: Task
-    plan: TilePlan
-    own: Colours | None
-
-    @property
-    def count(self) -> int:
-        return len(self.plan.places)
-
-    def _open(self) -> Slide:
-        return Slide(self.task.path, self.source.options.slide_mpp)
-
-    def _read(self, opened: Slide, tiles: slice, part: PartRecord) -> list[Tiles]:
-        images, choosing = [], self.source.choosing
-        for tile in cut_tiles(opened, self.plan.part(tiles.start, tiles.stop)):
-            place = tile.x, tile.y
-            if tile.image is None:
-                if tile.bare:
-                    part.bare += 1
-                else:
-                    part.unreadable.append(place)
-                    part.problem = tile.problem
-            elif refused := choosing.refused(tile.image):
-                part.dropped.setdefault(refused, []).append(place)
+def _read_slide(
+    choosing: Choosing,
+    plan: TilePlan,
+    own: Colours | None,
+    opened: Slide,
+    tiles: slice,
+    part: PartRecord,
+) -> list[Tiles]:
+    images = []
+    for tile in cut_tiles(opened, plan.part(tiles.start, tiles.stop)):
+        place = tile.x, tile.y
+        if tile.image is None:
+            if tile.bare:
+                part.bare += 1
             else:
-                images.append(choosing.finished(tile.image, self.own))
-                part.taken.append((*place, None))
-        return images
+                part.unreadable.append(place)
+                part.problem = tile.problem
+        elif refused := choosing.refused(tile.image):
+            part.dropped.setdefault(refused, []).append(place)
+        else:
+            images.append(choosing.finished(tile.image, own))
+            part.taken.append((*place, None))
+    return images
 
 
 @dataclass
@@ -240,9 +230,8 @@ class ShardSource(TileSource):
 
     def key(self, task: Task) -> str:
         shards = self._dataset.manifest.shards
-        where = [
-            (shards[one.shard].sha256, one.index, one.x, one.y) for one in self._samples(task.name)
-        ]
+        samples = map(self._dataset.sample, self.numbers(task.name))
+        where = [(shards[one.shard].sha256, one.index, one.x, one.y) for one in samples]
         return result_key([task.name, where, self.settings])
 
     def open(self, task: Task, key: str) -> SlideTiles:
@@ -251,13 +240,16 @@ class ShardSource(TileSource):
         report = TilingReport(task.name, in_grid=count, with_tissue=count, mpp=found.mpp)
         report.file = str(self.folder)
         attributes = _set_attributes(found, self._dataset.manifest.made_with, self.side)
-        return _ShardTiles(
-            task.name, key, report, attributes, self.side, self, self._samples(task.name)
+        return SlideTiles(
+            task.name,
+            key,
+            report,
+            attributes,
+            self.side,
+            count,
+            partial(ShardDataset, self.folder, self.split, whole=False),
+            partial(_read_shards, self.numbers(task.name)),
         )
-
-    def _samples(self, name: str) -> list[TileSample]:
-        found = [self._dataset.sample(number) for number in self.numbers(name)]
-        return [one for one in found if isinstance(one, TileSample)]
 
     def numbers(self, name: str) -> Sequence[int]:
         """Sample indices of a slide."""
@@ -268,30 +260,21 @@ class ShardSource(TileSource):
         return ShardSource, (self.folder, self.split, self.settings)
 
 
-@dataclass
-class _ShardTiles(SlideTiles):
-    source: ShardSource
-    samples: Sequence[TileSample]
-
-    @property
-    def count(self) -> int:
-        return len(self.samples)
-
-    def _open(self) -> ShardDataset:
-        return ShardDataset(self.source.folder, self.source.split, whole=False)
-
-    def _read(self, opened: ShardDataset, tiles: slice, part: PartRecord) -> list[Tiles]:
-        images = []
-        numbers = self.source.numbers(self.name)[tiles]
-        for number, sample in zip(numbers, self.samples[tiles], strict=True):
-            try:
-                images.append(opened.read(number))
-            except ShardError as error:
-                part.unreadable.append((sample.x, sample.y))
-                part.problem = str(error)
-            else:
-                part.taken.append((sample.x, sample.y, None))
-        return images
+def _read_shards(
+    numbers: Sequence[int], opened: ShardDataset, tiles: slice, part: PartRecord
+) -> list[Tiles]:
+    images = []
+    for number in numbers[tiles]:
+        sample = opened.sample(number)
+        place = sample.x, sample.y
+        try:
+            images.append(opened.read(number))
+        except ShardError as error:
+            part.unreadable.append(place)
+            part.problem = str(error)
+        else:
+            part.taken.append((*place, None))
+    return images
 
 
 def _check(dataset: ShardDataset) -> None:

@@ -1,95 +1,31 @@
-"""Workers of a run: each claims slides, reads ahead, encodes tiles, writes files."""
+"""Features of tiles: slide after slide, read ahead by threads, encoded in batches."""
 
 from __future__ import annotations
 
-import shutil
 import time
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import current_device
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.common.text import counted, progress_bar
 from spatialdl.data.outcomes import failure_reason
-from spatialdl.inference.features.encoders.encoder import Encoder
-from spatialdl.inference.features.encoding import DeviceEncoder, Filling, Opened, ReadAhead
-from spatialdl.inference.features.results import ResultFolders, resume, save_slide
-from spatialdl.inference.features.sources import TileSource
+from spatialdl.inference.features.encoders.encoder import Encoder, Preprocess
+from spatialdl.inference.features.results import FeatureRun, resume, save_slide
+from spatialdl.inference.features.sources import SlideTiles, TilePiece, Tiles
+from spatialdl.inference.predicting.loop import Team, process
+from spatialdl.pipeline.autocast import autocast
 from spatialdl.slides.batch.report import TilingReport
+from spatialdl.slides.batch.steps import Task
 from spatialdl.training.optimization.precision import Precision
-
-_PREFIX = ".claims-"
-
-
-class Claims:
-    """The claims of a run on its slides; cheap to pickle.
-
-    An idle worker claims the next slide, largest first, by creating a folder, which succeeds for
-    exactly one worker, also on shared file systems. No worker waits for another, and there is no
-    coordinator.
-
-    Args:
-        folder: folder created by `new_claims`.
-        count: number of slides.
-    """
-
-    def __init__(self, folder: Path, count: int) -> None:
-        self._folder, self._count, self._next = folder, count, 0
-
-    def take(self) -> int | None:
-        """Claim a slide and return its number; None if no slide is left."""
-        while self._next < self._count:
-            number, self._next = self._next, self._next + 1
-            try:
-                (self._folder / str(number)).mkdir()
-            except FileExistsError:
-                continue
-            return number
-        return None
-
-    def taken(self) -> int:
-        """Number of slides claimed by all workers."""
-        return len(list(self._folder.iterdir()))
-
-    def remove(self) -> None:
-        """Remove the folder, after all workers have finished."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def new_claims(out: Path, count: int) -> Claims:
-    """Create the claims of a new run, and remove those of killed runs."""
-    for left in out.glob(f"{_PREFIX}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    return Claims(Path(mkdtemp(prefix=_PREFIX, dir=out)), count)
-
-
-@dataclass(frozen=True)
-class FeatureJob:
-    """Settings shared by all workers of a run.
-
-    Attributes:
-        source: the slides.
-        claims: claims of workers on slides.
-        layout: folders of the run.
-        about: attributes of the features.
-        dtype: dtype of the stored features.
-        precision: precision of the encoder.
-        batch_size: tiles per batch.
-        readers: number of reading threads.
-    """
-
-    source: TileSource
-    claims: Claims
-    layout: ResultFolders
-    about: dict[str, object]
-    dtype: str
-    precision: Precision
-    batch_size: int
-    readers: int
 
 
 @dataclass
@@ -115,115 +51,152 @@ class WorkerResult:
     reading: float = 0.0
 
 
-class FeatureWorker:
-    """A worker that computes features of slides.
+class FeatureWork:
+    """What works on tiles and on regions have in common; see `loop.Work`.
+
+    Attributes:
+        outcome: results of this rank.
+    """
+
+    def __init__(self, run: FeatureRun) -> None:
+        self._run, self._key, self.outcome = run, "", WorkerResult()
+
+    def known(self, task: Task) -> TilingReport | None:
+        self._key = self._run.source.key(task)
+        before = resume(self._run.layout, task, self._key)
+        self.outcome.before += [] if before is None else [task.name]
+        return before
+
+    def failed(self, task: Task, opened: Any, error: Exception) -> TilingReport:
+        fresh = TilingReport(task.name, file=str(task.path))
+        return failed(fresh if opened is None else opened.report, error)
+
+
+class TileWork(FeatureWork):
+    """Features of the tiles of slides, on this rank.
+
+    Decoders and resampling release the GIL, so threads suffice for reading.
 
     Args:
-        job: the run.
         encoder: the encoder, on the CPU.
         device: device of the encoder.
-        shows: whether to show a progress bar of the slides of all workers.
+        precision: precision of the encoder.
+        pool: threads that read.
     """
 
     def __init__(
-        self, job: FeatureJob, encoder: Encoder, device: torch.device, *, shows: bool
+        self,
+        run: FeatureRun,
+        encoder: Encoder,
+        device: torch.device,
+        precision: Precision,
+        pool: ThreadPoolExecutor,
     ) -> None:
-        self._job = job
-        self._encoding = DeviceEncoder(encoder, device, job.precision, job.batch_size)
-        self._outcome = WorkerResult()
-        self._bar = progress_bar(
-            None,
-            None,
-            "slide",
-            shows=shows,
-            total=len(job.source.tasks),
-            dynamic_ncols=True,
-            miniters=0,
-        )
+        super().__init__(run)
+        self._pool = pool
+        self._network = encoder.network.to(device, precision.dtype)
+        self._preprocess = Preprocess(encoder.preprocessing, precision.dtype).to(device)
+        self._device, self._precision = device, precision
 
-    def run(self) -> WorkerResult:
-        """Process slides until none is left.
+    def open(self, task: Task) -> SlideTiles:
+        return self._run.source.open(task, self._key)
+
+    def run(self, task: Task, tiles: SlideTiles) -> TilingReport:
+        """Read, encode and write the tiles of a slide.
 
         Raises:
+            SlideError: features are not finite.
             ValueError: the device runs out of memory.
             OSError: the output cannot be written.
         """
-        started, outcome = time.monotonic(), self._outcome
+        parts, features, outcome = [], list[npt.NDArray[np.generic]](), self.outcome
+        size, waiting = self._run.options.batch_size, np.empty((0, tiles.side, tiles.side, 3), "u1")
+        pieces = self._read(tiles)
         try:
-            with self._bar, ReadAhead(self._next, self._job.readers) as reading:
-                self._process(reading)
+            while True:
+                started = time.monotonic()
+                try:
+                    piece = next(pieces, None)
+                except Exception as error:  # decoders may raise anything for damaged files
+                    return failed(tiles.report, error)
+                outcome.waited += time.monotonic() - started
+                if piece is None:
+                    break
+                parts.append(piece.part)
+                outcome.reading += piece.part.seconds
+                outcome.tiles += len(piece.tiles)
+                waiting = np.concatenate([waiting, piece.tiles])
+                while len(waiting) >= size:
+                    features.append(self._encoded(waiting[:size]))
+                    waiting = waiting[size:]
+            features += [self._encoded(waiting)] if len(waiting) else []
+            return save_slide(self._run, tiles, parts, features)
+        finally:
+            pieces.close()
+            tiles.close()
+
+    def _read(self, tiles: SlideTiles) -> Generator[TilePiece, None, None]:
+        """Pieces in order, read ahead by all threads."""
+        ahead = deque[Future[TilePiece]]()
+        try:
+            for first, last in tiles.pieces():
+                ahead.append(self._pool.submit(tiles.read, first, last))
+                if len(ahead) > 2 * self._run.options.readers:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for one in ahead:  # files are open until running reads end
+                if not one.cancel():
+                    one.exception()
+
+    def _encoded(self, tiles: Tiles) -> npt.NDArray[np.generic]:
+        started, host = time.monotonic(), torch.from_numpy(np.ascontiguousarray(tiles))
+        if self._device.type != "cpu":
+            host = host.pin_memory()
+        try:
+            with torch.inference_mode(), autocast(self._device, self._precision.mixed):
+                images = self._preprocess(host.to(self._device, non_blocking=True))
+                found = self._network(images).to(self._precision.dtype).cpu()
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"a batch of {self._job.batch_size} tiles does not fit into the device's memory: "
+                f"a batch of {counted(len(tiles), 'tile')} does not fit into the device's memory: "
                 "lower --batch-size"
             ) from error
-        outcome.seconds = time.monotonic() - started
-        outcome.encoding = self._encoding.seconds
-        return outcome
+        self.outcome.encoding += time.monotonic() - started
+        features: npt.NDArray[np.generic] = found.numpy()
+        return features
 
-    def _process(self, reading: ReadAhead) -> None:
-        encoding, stream = self._encoding, iter(reading)
-        while True:
-            started = time.monotonic()
-            one = next(stream, None)
-            self._outcome.waited += time.monotonic() - started
-            if one is None:
-                break
-            if isinstance(one, TilingReport):
-                self._report(one)
-            elif one.problem is not None:
-                encoding.fail(one.bag, one.problem)
-            elif one.piece is not None:
-                self._outcome.reading += one.piece.part.seconds
-                self._outcome.tiles += len(one.piece.tiles)
-                self._show(0)
-                self._save_all(encoding.add(one.bag, one.piece))
-            else:
-                self._save_all(encoding.end(one.bag))
-        self._save_all(encoding.flush())
 
-    def _save_all(self, fillings: Any) -> None:
-        for filling in fillings:
-            self._report(self._saved(filling))
-            filling.bag.close()
+def save_features(
+    run: FeatureRun,
+    encoder: Encoder,
+    device: torch.device,
+    precision: Precision,
+    world: Communicator,
+) -> WorkerResult:
+    """Write the features of this rank's slides, every `world.size`-th, the largest first.
 
-    def _saved(self, filling: Filling) -> TilingReport:
-        job, bag = self._job, filling.bag
-        try:
-            if filling.problem is not None:
-                raise filling.problem
-            return save_slide(job.layout, filling, np.dtype(job.dtype), job.about)
-        except OSError as error:
-            if filling.problem is None:
-                raise  # writing would fail for the next slides as well
-            return failed(bag.report, error)
-        except Exception as error:
-            return failed(bag.report, error)
+    Args:
+        encoder: the encoder, on the CPU.
+        device: device of the encoder.
 
-    def _report(self, report: TilingReport) -> None:
-        self._outcome.reports.append(report)
-        if not self._bar.disable:
-            self._show(max(0, self._job.claims.taken() - self._bar.n))
-
-    def _show(self, slides: int) -> None:
-        self._bar.set_postfix_str(counted(self._outcome.tiles, "tile"), refresh=False)
-        self._bar.update(slides)
-
-    def _next(self) -> Opened | None:
-        """Open the next slide; called by a reading thread."""
-        number = self._job.claims.take()
-        if number is None:
-            return None
-        task = self._job.source.tasks[number]
-        try:
-            key = self._job.source.key(task)
-            before = resume(self._job.layout, task, key)
-            if before is None:
-                return self._job.source.open(task, key)
-            self._outcome.before.append(task.name)
-            return before
-        except Exception as error:
-            return failed(TilingReport(task.name, file=str(task.path)), error)
+    Raises:
+        ValueError: the device runs out of memory.
+        OSError: the output cannot be written.
+    """
+    started, own, alone = (
+        time.monotonic(),
+        run.source.tasks[world.rank :: world.size],
+        SingleProcess(),
+    )
+    with ThreadPoolExecutor(run.options.readers, "reading") as pool:
+        work = TileWork(run, encoder, device, precision, pool)
+        slides = process(own, Team(alone), alone, work)
+        bar = progress_bar(slides, None, "slide", shows=world.rank == 0, total=len(own))
+        work.outcome.reports = list(bar)
+    work.outcome.seconds = time.monotonic() - started
+    return work.outcome
 
 
 def failed(report: TilingReport, error: Exception) -> TilingReport:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.common.text import counted
 from spatialdl.data.shards import ShardDataset
-from spatialdl.errors import SlideError
 from spatialdl.inference.predicting.checks import GEOJSON
 from spatialdl.inference.predicting.cutting import BatchCutting, cutting_of
 from spatialdl.inference.predicting.inputs import (
@@ -30,15 +28,19 @@ from spatialdl.inference.predicting.inputs import (
     shard_inputs,
     slide_input,
 )
+from spatialdl.inference.predicting.loop import Team, Work, problem_of, process
+from spatialdl.inference.predicting.maps import MapClasses, MapFolder, save_maps
 from spatialdl.inference.predicting.pieces import Counts, confusion_of
 from spatialdl.inference.predicting.records import (
     PredictionRecord,
     SlideReport,
+    SlideResult,
     key_of,
+    known_result,
+    result_of,
     save_tables,
     table,
 )
-from spatialdl.inference.predicting.results import Maps
 from spatialdl.inference.predicting.running import Runner, SlideOutput
 from spatialdl.inference.predicting.slide_paths import slide_paths, volume_names, volume_paths
 from spatialdl.inference.predicting.trained import Trained, find_trained
@@ -47,7 +49,7 @@ from spatialdl.inference.predicting.volume_inputs import (
     shard_volume_input,
     volume_input,
 )
-from spatialdl.inference.predicting.volume_results import VolumeMaps
+from spatialdl.inference.predicting.volume_results import save_volume_maps
 from spatialdl.layout.layout import by
 from spatialdl.layout.node_order import placed_by_nodes
 from spatialdl.slides.batch.finding_slides import slide_names
@@ -71,12 +73,39 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
     Raises:
         ValueError: the configuration does not match the checkpoint or the data.
     """
-    if config.features is not None:
-        from spatialdl.inference.predicting.bag_run import run as run_bags
-
-        return run_bags(config, run_dir, world)
     check.enable(bool(config.comm.check))
-    return _Batch(config, world.bcast(run_dir), world).run()
+    run_dir = world.bcast(run_dir)
+    trained = find_trained(str(config.ckpt_path), world)
+    log.info("the network of %s, step %d, task=%s", trained.path, trained.step, trained.task)
+    team = Team(world)
+    jobs: Sequence[Any]
+    work: Work
+    if config.features is not None:
+        from spatialdl.inference.predicting.bags import BagWork, find_bags
+
+        kind, jobs = "bags", find_bags(trained, config)
+        team = Team(SingleProcess(), world.rank, world.size)
+        work = BagWork(trained, config, run_dir, jobs)
+    else:
+        _check_maps(config, trained)
+        shown = _shown(config, trained)
+        kind, (jobs, single_images) = "slides", _jobs(config, trained)
+        if trained.takes_volumes:
+            kind = "volumes"
+        if single_images:
+            team, config = _replica(config, trained, world)
+        work = _ImageWork(trained, config, run_dir, team.ranks, shown)
+    results: list[SlideResult] = []
+    for result in process(jobs, team, world, work):
+        _log_report(result.report, kind)
+        results.append(result)
+    if world.rank == 0:
+        paths = save_tables(
+            run_dir, results, trained.classes, trained.task, str(config.table), kind
+        )
+        print(table([one.report for one in results], kind))
+        log.info("written: %s", ", ".join(map(str, paths)))
+    return bool(world.bcast(not any(one.report.failed for one in results)))
 
 
 @dataclass(frozen=True)
@@ -93,158 +122,126 @@ class _Job:
     find: Callable[[], Input]
 
 
-@dataclass(frozen=True)
-class _Team:
-    """A group of ranks that predicts one slide at a time.
+def _jobs(config: DictConfig, trained: Trained) -> tuple[list[_Job], bool]:
+    """All slides, and whether any of them is a single image."""
+    if trained.takes_bags:
+        raise ValueError(
+            f"the network of {trained.path} was trained on features of tiles (data=bags): give "
+            "features=DIR, computed from these slides by the same encoder"
+        )
+    if config.shards is not None:
+        return _jobs_of_shards(config, trained, Path(config.shards).expanduser())
+    if config.volumes is not None:
+        _check_dims(trained, volumes=True, given=f"volumes={config.volumes}")
+        volumes = volume_names(volume_paths(config.volumes)).items()
+        return [
+            _Job(name, _key(config, trained, path), partial(volume_input, path, name, trained))
+            for path, name in volumes
+        ], True
+    _check_dims(trained, volumes=False, given=f"slides={config.slides}")
+    cutting = cutting_of(config, trained)
+    return [
+        _Job(name, _key(config, trained, path, cutting), partial(slide_input, path, name, cutting))
+        for path, name in slide_names(slide_paths(config.slides)).items()
+    ], cutting.whole
 
-    Attributes:
-        number: index of the team, below `count`.
-        ranks: communicator of the team.
-        config: configuration of the command for these ranks.
+
+def _jobs_of_shards(config: DictConfig, trained: Trained, folder: Path) -> tuple[list[_Job], bool]:
+    dataset = ShardDataset(folder, config.split, whole=False)
+    key = _key(config, trained, folder / "manifest.json")
+    _check_dims(trained, volumes=dataset.kind == "volumes", given=f"shards={folder}")
+    if dataset.kind == "volumes":
+        return [
+            _Job(name, key, partial(shard_volume_input, dataset, number, name, trained))
+            for number, name in named_samples(dataset)
+        ], True
+    maps = trained.task == "segmentation"
+    found = shard_inputs(dataset, trained.image_size, maps=maps)
+    jobs = [_Job(one.name, key, partial(_known, one)) for one in found]
+    return jobs, any(one.whole for one in found)
+
+
+def _key(
+    config: DictConfig, trained: Trained, path: Path, cutting: BatchCutting | None = None
+) -> str:
+    given: Any = OmegaConf.to_container(config, resolve=True)
+    settings = {key: given[key] for key in _SETTINGS}
+    how = None if cutting is None else cutting.key()
+    return key_of([trained.digest, settings, how], path)
+
+
+def _replica(config: DictConfig, trained: Trained, world: Communicator) -> tuple[Team, DictConfig]:
+    """Whole images are predicted one at a time, so each data replica predicts other slides.
+
+    Returns:
+        This rank's team, and the configuration of its ranks.
+    """
+    placement = placement_of(config.parallel, len(trained.image_size))
+    if placement.data == 1:
+        return Team(world), config
+    placement = placed_by_nodes(placement, Nodes(world).of)
+    number = placement.positions(world.rank)[0].replica
+    config = config.copy()
+    config.parallel.data = 1
+    return Team(world.subset(placement.replica_ranks(number)), number, placement.data), config
+
+
+class _ImageWork:
+    """Prediction of images; construction is collective over the ranks of a team.
+
+    Args:
+        shown: indices of the classes whose maps are drawn.
     """
 
-    number: int
-    count: int
-    ranks: Communicator
-    config: DictConfig
+    def __init__(
+        self,
+        trained: Trained,
+        config: DictConfig,
+        run_dir: Path,
+        ranks: Communicator,
+        shown: Sequence[int],
+    ) -> None:
+        self._trained, self._config, self._run_dir = trained, config, run_dir
+        self._ranks, self._shown = ranks, shown
+        self._runner = Runner(trained, config, ranks)
 
+    def known(self, job: _Job) -> SlideResult | None:
+        if self._config.overwrite:
+            return None
+        return known_result(self._run_dir, job.name, job.key, self._trained)
 
-class _Batch:
-    def __init__(self, config: DictConfig, run_dir: Path, world: Communicator) -> None:
-        self._config, self._run_dir, self._world = config, run_dir, world
-        self._trained = trained = find_trained(str(config.ckpt_path), world)
-        if trained.takes_bags:
-            raise ValueError(
-                f"the network of {trained.path} was trained on features of tiles (data=bags): give "
-                "features=DIR, computed from these slides by the same encoder"
-            )
-        _check_maps(config, trained)
-        self._shown = _shown(config, trained)
-        jobs, single_images = self._jobs()
-        team = _replica(config, trained, world) if single_images else _Team(0, 1, world, config)
-        self._rounds = [
-            jobs[first : first + team.count] for first in range(0, len(jobs), team.count)
-        ]
-        self._team, self._ranks = team, team.ranks
-        self._runner = Runner(trained, team.config, team.ranks)
+    def open(self, job: _Job) -> Input:
+        return job.find()
 
-    def run(self) -> bool:
-        """Teams synchronise after each slide, so no team waits longer than one slide takes."""
-        trained = self._trained
-        log.info("the network of %s, step %d, task=%s", trained.path, trained.step, trained.task)
-        reports: list[SlideReport] = []
-        records: list[PredictionRecord] = []
-        for jobs in self._rounds:
-            for report, record in self._round(jobs):
-                _log_report(report, volume=trained.takes_volumes)
-                reports.append(report)
-                records += [] if record is None else [record]
-        if self._world.rank == 0:
-            classes, kind = trained.classes, str(self._config.table)
-            volumes, task = trained.takes_volumes, trained.task
-            paths = save_tables(
-                self._run_dir, records, reports, classes, task, kind, volumes=volumes
-            )
-            print(table(reports, volumes=volumes))
-            log.info("written: %s", ", ".join(map(str, paths)))
-        return bool(self._world.bcast(not any(report.failed for report in reports)))
+    def failed(self, job: _Job, given: Input | None, error: Exception) -> SlideResult:
+        # before it is opened, errors name options of the tiling command
+        problem = _in_keys(problem_of(error)) if given is None else str(error)
+        return SlideResult(SlideReport(job.name, problem=problem, failed=True))
 
-    def _round(self, jobs: Sequence[_Job]) -> list[tuple[SlideReport, PredictionRecord | None]]:
-        """The results of one slide of each team, on rank 0."""
-        results = [(self._team.number, self._one(one)) for one in jobs[self._team.number :][:1]]
-        gathered = self._world.gather(results if self._ranks.rank == 0 else []) or []
-        pairs = sorted(chain.from_iterable(gathered), key=itemgetter(0))
-        return [result for _, result in pairs]
-
-    # --- slides of the command
-
-    def _jobs(self) -> tuple[list[_Job], bool]:
-        """All slides, and whether any of them is a single image."""
-        config, trained = self._config, self._trained
-        if config.shards is not None:
-            return self._of_shards(Path(config.shards).expanduser())
-        if config.volumes is not None:
-            _check_dims(trained, volumes=True, given=f"volumes={config.volumes}")
-            volumes = volume_names(volume_paths(config.volumes)).items()
-            return [
-                _Job(name, self._key(None, path), partial(volume_input, path, name, trained))
-                for path, name in volumes
-            ], True
-        _check_dims(trained, volumes=False, given=f"slides={config.slides}")
-        cutting = cutting_of(config, trained)
-        slides = slide_names(slide_paths(config.slides)).items()
-        return [
-            _Job(name, self._key(cutting, path), partial(slide_input, path, name, cutting))
-            for path, name in slides
-        ], cutting.whole
-
-    def _of_shards(self, folder: Path) -> tuple[list[_Job], bool]:
-        trained = self._trained
-        dataset = ShardDataset(folder, self._config.split, whole=False)
-        key = self._key(None, folder / "manifest.json")
-        _check_dims(trained, volumes=dataset.kind == "volumes", given=f"shards={folder}")
-        if dataset.kind == "volumes":
-            return [
-                _Job(name, key, partial(shard_volume_input, dataset, number, name, trained))
-                for number, name in named_samples(dataset)
-            ], True
-        maps = trained.task == "segmentation"
-        found = shard_inputs(dataset, trained.image_size, maps=maps)
-        single_images = any(one.whole for one in found)
-        return [_Job(one.name, key, partial(_known, one)) for one in found], single_images
-
-    def _key(self, cutting: BatchCutting | None, path: Path) -> str:
-        given: Any = OmegaConf.to_container(self._config, resolve=True)
-        settings = {key: given[key] for key in _SETTINGS}
+    def run(self, job: _Job, given: Input) -> SlideResult | None:
         try:
-            how = None if cutting is None else cutting.key()
-            return key_of([self._trained.digest, settings, how], path)
-        except OSError as error:
-            return f"{path}: {error.strerror}"  # reported when it is opened
+            return self._predicted(given, job.key)
+        finally:
+            if isinstance(given.source, SlideImages):
+                given.source.close()
 
-    # --- one slide
-
-    def _one(self, job: _Job) -> tuple[SlideReport, PredictionRecord | None]:
-        """The result of a slide, on the first rank of its team."""
-        record = problem = given = None
-        if self._ranks.rank == 0:
-            if not self._config.overwrite:
-                record = PredictionRecord.load(self._run_dir, job.name, job.key)
-            if record is None:
-                try:
-                    given = job.find()
-                except (SlideError, OSError) as error:
-                    problem = _in_keys(str(error))
-        done, problem, given = self._ranks.bcast((record is not None, problem, given))
-        if done:
-            log.info("%s is already predicted; overwrite=true predicts it again", job.name)
-        elif given is not None:
-            try:
-                record = self._predicted(given, job.key)
-            except SlideError as error:  # the same on all ranks
-                problem = str(error)
-            finally:
-                if isinstance(given.source, SlideImages):
-                    given.source.close()
-        if problem is not None or record is None:
-            return SlideReport(job.name, problem=problem or "", failed=True), None
-        return _report(record, self._trained, "" if given is None else given.remark), record
-
-    def _predicted(self, given: Input, key: str) -> PredictionRecord | None:
-        """The record of a slide, on the first rank of its team."""
+    def _predicted(self, given: Input, key: str) -> SlideResult | None:
+        """The result of a slide, on the first rank of the team."""
         if given.remark and self._ranks.rank == 0:
             log.warning("%s: %s", given.name, given.remark)
+        config, trained = self._config, self._trained
         outcome = self._runner.run(given)
-        classes = len(self._trained.classes)
-        confusion = confusion_of(self._ranks, given, outcome.pieces, classes)
+        confusion = confusion_of(self._ranks, given, outcome.pieces, len(trained.classes))
         files: Sequence[str] = []
-        if self._config.maps and self._trained.task != "regression":
-            words = self._run_dir, given, self._trained, self._shown, self._ranks
+        if config.maps and trained.task != "regression":
+            where = MapFolder(self._run_dir, given.name)
+            classes = MapClasses(trained.task, trained.classes, self._shown)
             if isinstance(given.source, VolumeImages):
-                files = VolumeMaps(*words).save(outcome)
+                save_volume_maps(where, given, outcome, classes, self._ranks)
             else:
-                ending, store = GEOJSON[self._config.geojson], bool(self._config.spatialdata)
-                files = Maps(*words, ending, store).save(outcome)
+                ending, store = GEOJSON[config.geojson], bool(config.spatialdata)
+                save_maps(where, given, outcome, classes, self._ranks, ending, store=store)
+            files = where.files
         if outcome.values is None:
             return None
         record = _record(given, outcome, key, files, confusion)
@@ -253,26 +250,14 @@ class _Batch:
             log.warning("%s: %s could not be read: %s", given.name, left_out, outcome.problem)
         if given.slide is not None or not record.left_out:
             record.save(self._run_dir)
-        return record
+        return result_of(record, trained, given.remark)
 
 
-def _replica(config: DictConfig, trained: Trained, world: Communicator) -> _Team:
-    """Whole images are predicted one at a time, so each data replica predicts other slides."""
-    placement = placement_of(config.parallel, len(trained.image_size))
-    if placement.data == 1:
-        return _Team(0, 1, world, config)
-    placement = placed_by_nodes(placement, Nodes(world).of)
-    number = placement.positions(world.rank)[0].replica
-    config = config.copy()
-    config.parallel.data = 1
-    return _Team(number, placement.data, world.subset(placement.replica_ranks(number)), config)
-
-
-def _log_report(report: SlideReport, *, volume: bool) -> None:
+def _log_report(report: SlideReport, kind: str) -> None:
     if report.problem:
         log.warning("%s", report.problem)
         return
-    tiles = "" if volume else f"{counted(report.tiles, 'tile')}, "
+    tiles = "" if kind == "volumes" else f"{counted(report.tiles, 'tile')}, "
     log.info("%s: %s%s %.3f", report.name, tiles, report.predicted, report.value)
 
 
@@ -353,17 +338,4 @@ def _record(
         confusion=confusion,
         region_of=given.region_of,
         samples=[given.samples[number] for number in outcome.kept] if given.samples else [],
-    )
-
-
-def _report(record: PredictionRecord, trained: Trained, remark: str) -> SlideReport:
-    means = record.values.mean(0)
-    best = int(means.argmax())
-    return SlideReport(
-        record.name,
-        len(record.values),
-        trained.classes[best],
-        float(means[best]),
-        f"{counted(record.left_out, 'tile')} could not be read" if record.left_out else remark,
-        failed=record.left_out > 0,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ from spatialdl.comm.waiting import check_timeout
 from spatialdl.common.configuring.own_keys import is_own_network
 from spatialdl.common.configuring.values import check_values
 from spatialdl.common.packages import needed
-from spatialdl.inference.predicting.spatial_data import need_spatialdata
 from spatialdl.layout.placement import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import CONTENT, LATEST, candidates
@@ -37,6 +38,7 @@ CUTTING = (
 """Keys that configure how slides are cut."""
 _DIMS = {"features": 1, "volumes": 3, "slides": 2}
 """Spatial dims of inputs; slides beside features are drawn on, not predicted."""
+_LEAST = {"tile_size": 1, "level": 0, "overlap": 0}
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": (None, *PRECISIONS),
     "table": TABLES,
@@ -67,15 +69,22 @@ def check_config(config: DictConfig) -> Placement:
     check_timeout(config.comm.timeout)
     _check_input(config)
     _check_numbers(config)
-    if config.parallel.name == "auto":
-        raise ValueError("parallel=auto is for training: give a layout, such as parallel=dp")
-    if config.parallel.shard_state:
-        raise ValueError("parallel.shard_state=true is for training: leave it out")
-    if config.parallel.stream == AUTO:
-        raise ValueError(
+    parallel = config.parallel
+    _refuse(
+        {
+            "parallel=auto is for training: give a layout, such as parallel=dp": (
+                parallel.name == "auto"
+            ),
+            "parallel.shard_state=true is for training: leave it out": parallel.shard_state,
             "parallel.stream=auto is for training: give the virtual tiles, such as "
-            "parallel.stream=[4,4]"
-        )
+            "parallel.stream=[4,4]": parallel.stream == AUTO,
+            "activation=true needs maps, but maps=false is set: leave one of them out": (
+                config.activation and not config.maps
+            ),
+            f"activation=true explains the prediction of one image, but tta={config.tta} "
+            "averages several: leave one of them out": config.activation and config.tta is not None,
+        }
+    )
     given = (key for key in _DIMS if config[key] is not None)
     dims = _DIMS.get(next(given, ""))  # of data sets the checkpoint knows it
     placement = placement_of(config.parallel, dims)
@@ -97,28 +106,31 @@ def check_config(config: DictConfig) -> Placement:
     if config.spatialdata:
         _check_store(config)
     _check_virtual_tiles(config, placement)
-    if config.activation and not config.maps:
-        raise ValueError("activation=true needs maps, but maps=false is set: leave one of them out")
-    if config.activation and config.tta is not None:
-        raise ValueError(
-            f"activation=true explains the prediction of one image, but tta={config.tta} "
-            "averages several: leave one of them out"
-        )
     check_values(config)
     return placement
 
 
+def _refuse(wrong: Mapping[str, Any]) -> None:
+    """Refuse a configuration of which something is wrong, by message.
+
+    Raises:
+        ValueError: something is.
+    """
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(message)
+
+
 def _check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
-    if placement.stream and config.activation:
-        raise ValueError(
-            "activation=true is not supported with virtual tiles, parallel.stream="
-            f"{config.parallel.stream}: leave one of them out"
-        )
-    if placement.stream and config.features is not None:
-        raise ValueError(
-            f"parallel.stream={config.parallel.stream} splits images, but features="
-            f"{config.features} has none: leave it out"
-        )
+    stream = config.parallel.stream
+    _refuse(
+        {
+            f"activation=true is not supported with virtual tiles, parallel.stream={stream}: leave "
+            "one of them out": placement.stream and config.activation,
+            f"parallel.stream={stream} splits images, but features={config.features} has none: "
+            "leave it out": placement.stream and config.features is not None,
+        }
+    )
     given = {
         "memory_limit_gb": config.memory_limit_gb,
         "parallel.stream_to": config.parallel.stream_to,
@@ -142,7 +154,11 @@ def _check_store(config: DictConfig) -> None:
                 f"spatialdata=true stores maps of slides, but {key}={config[key]} is given: leave "
                 "it out"
             )
-    need_spatialdata()
+    if find_spec("spatialdata") is None:  # without the slow import
+        raise ValueError(
+            "spatialdata=true needs spatialdata: pip install 'spatialdl[spatialdata]', or leave it "
+            "out"
+        )
 
 
 def names_own_network(ckpt_path: str) -> bool:
@@ -190,26 +206,43 @@ def _check_bags(config: DictConfig) -> None:
 
 
 def _check_numbers(config: DictConfig) -> None:
-    for key, least in (("batch_size", 1), ("tile_size", 1), ("level", 0), ("overlap", 0)):
-        value = config[key]
-        if value is None and key != "batch_size":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{key}={value} must be a whole number of at least {least}")
+    check_whole(config, {"batch_size": 1})
+    given = {key: least for key, least in _LEAST.items() if config[key] is not None}
+    check_whole(config, given)
     for key in ("mpp", "slide_mpp"):
         value = config[key]
         if value is not None and not (_is_number(value) and is_plausible(value)):
             low, high = PLAUSIBLE_MPP
             raise ValueError(f"{key}={value} must be micrometres per pixel, {low} to {high}")
-    if config.mpp is not None and config.level is not None:
-        raise ValueError(f"mpp={config.mpp} and level={config.level} are exclusive: leave one out")
     part = config.min_tissue
-    if part is not None and not (_is_number(part) and 0 <= part <= 1):
-        raise ValueError(f"min_tissue={part} must lie between 0 and 1")
-    if not isinstance(config.trust, ListConfig):
-        raise ValueError(f"trust={config.trust} must be a list: write trust=[package.Class]")
-    if config.classes is not None and not isinstance(config.classes, ListConfig):
-        raise ValueError(f"classes={config.classes} must be a list: write classes=[...]")
+    is_part = part is None or (_is_number(part) and 0 <= part <= 1)
+    classes = config.classes
+    _refuse(
+        {
+            f"mpp={config.mpp} and level={config.level} are exclusive: leave one out": (
+                config.mpp is not None and config.level is not None
+            ),
+            f"min_tissue={part} must lie between 0 and 1": not is_part,
+            f"trust={config.trust} must be a list: write trust=[package.Class]": (
+                not isinstance(config.trust, ListConfig)
+            ),
+            f"classes={classes} must be a list: write classes=[...]": (
+                classes is not None and not isinstance(classes, ListConfig)
+            ),
+        }
+    )
+
+
+def check_whole(config: DictConfig, least: Mapping[str, int]) -> None:
+    """Check that keys are whole numbers of at least these.
+
+    Raises:
+        ValueError: a key is not.
+    """
+    for key, number in least.items():
+        value = config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < number:
+            raise ValueError(f"{key}={value} must be a whole number of at least {number}")
 
 
 def _is_number(value: object) -> bool:

@@ -71,11 +71,7 @@ class BatchCutting:
         )
 
     def key(self) -> dict[str, Any]:
-        """All settings that determine a slide's images, for the key of its record.
-
-        Raises:
-            OSError: the stain reference does not exist.
-        """
+        """All settings that determine a slide's images, for the key of its record."""
         found = asdict(self)
         if self.stain_reference is not None:
             found["stain_reference"] = key_of(None, Path(self.stain_reference))

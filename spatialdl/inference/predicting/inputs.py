@@ -150,6 +150,18 @@ class SlideImages:
                 image[rows[0] - row0 : rows[1] - row0, cols[0] - col0 : cols[1] - col0] = part
         return image
 
+    def normalise(self, slide: Slide, plan: TilePlan, choosing: Choosing) -> None:
+        """Normalise the stains of the images to the reference, if there is one.
+
+        Raises:
+            SlideError: the slide's own colours are unknown.
+        """
+        own = choosing.own_colours(slide, plan)
+        if isinstance(own, str):
+            raise SlideError(own)
+        if own is not None:
+            self.choosing, self.own = choosing, own
+
     def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
         raise ValueError("slides have no masks")
 
@@ -181,7 +193,9 @@ def slide_input(path: Path, name: str, cutting: BatchCutting) -> Input:
             scale = cutting.wanted.scale(slide)
             rows, cols = (round(side / scale) for side in slide.size)
             if (rows, cols) == cutting.view:
-                return _picture_input(slide, name, cutting, scale)
+                size, mpp = (rows, cols), cutting.slide_mpp
+                source = SlideImages(path, mpp, [(0, 0)], size, scale, slide.background)
+                return _input(name, slide, source, size)
             if cutting.view[0] != cutting.view[1]:
                 raise SlideError(
                     f"slide {path} is {rows}x{cols} pixels, and {tiles_are_square(cutting.view)}"
@@ -195,41 +209,66 @@ def slide_input(path: Path, name: str, cutting: BatchCutting) -> Input:
             edge=cutting.edge,
             finder=choosing.finder(slide),
         )
-        own = choosing.own_colours(slide, plan)
-        if isinstance(own, str):
-            raise SlideError(own)
         if cutting.whole:
-            region = plan_whole(slide, plan)
+            region = region_images(slide, plan, choosing, cutting.slide_mpp)
             if region is None:
                 raise SlideError(f"slide {path} has no tissue")
-            places, size, scale = [(region.x, region.y)], region.size, region.scale
-        else:
-            size, scale = (cutting.tile_size, cutting.tile_size), plan.scale
-            places = _places(slide, plan, cutting, choosing)
-            if remark := outside_remark(plan):
-                log.warning("%s: %s", name, remark.replace("--edge ", "edge="))
-        source = SlideImages(path, cutting.slide_mpp, places, size, scale, plan.background)
-        if own is not None:
-            source.choosing, source.own = choosing, own
-        return Input(
-            name,
-            source,
-            size if cutting.whole else cutting.view,
-            places,
-            (size[0] * scale, size[1] * scale),
-            slide.size,
-            slide.known_mpp,
+            return _input(name, slide, region, region.size, whole=True)
+        source = SlideImages(
             path,
-            cutting.whole,
+            cutting.slide_mpp,
+            _places(slide, plan, cutting, choosing),
+            (cutting.tile_size, cutting.tile_size),
+            plan.scale,
+            plan.background,
         )
+        if remark := outside_remark(plan):
+            log.warning("%s: %s", name, remark.replace("--edge ", "edge="))
+        source.normalise(slide, plan, choosing)
+        return _input(name, slide, source, cutting.view)
 
 
-def _picture_input(slide: Slide, name: str, cutting: BatchCutting, scale: float) -> Input:
-    """A slide as large as the training images, as one image."""
-    size, places = (cutting.view[0], cutting.view[1]), [(0, 0)]
-    source = SlideImages(slide.path, cutting.slide_mpp, places, size, scale, slide.background)
-    span = size[0] * scale, size[1] * scale
-    return Input(name, source, size, places, span, slide.size, slide.known_mpp, slide.path)
+def region_images(
+    slide: Slide,
+    plan: TilePlan,
+    choosing: Choosing,
+    mpp: float | None,
+    multiple: tuple[int, int] = (1, 1),
+) -> SlideImages | None:
+    """The tissue of a slide as one image; None without tissue.
+
+    Args:
+        mpp: micrometres per level-0 pixel, overrides the slide's metadata.
+        multiple: rows and columns are rounded up to multiples of these.
+
+    Raises:
+        SlideError: its colours cannot be normalised.
+    """
+    whole = plan_whole(slide, plan)
+    if whole is None:
+        return None
+    rows, cols = (-(-side // of) * of for side, of in zip(whole.size, multiple, strict=True))
+    places = [(whole.x, whole.y)]
+    source = SlideImages(slide.path, mpp, places, (rows, cols), whole.scale, plan.background)
+    source.normalise(slide, plan, choosing)
+    return source
+
+
+def _input(
+    name: str, slide: Slide, source: SlideImages, view: Size, *, whole: bool = False
+) -> Input:
+    span = source.size[0] * source.scale, source.size[1] * source.scale
+    return Input(
+        name,
+        source,
+        view,
+        source.places,
+        span,
+        slide.size,
+        slide.known_mpp,
+        slide.path,
+        whole,
+    )
 
 
 def _places(
@@ -265,18 +304,8 @@ class Some:
 
     def __post_init__(self) -> None:
         self.labels = np.zeros(len(self.numbers), np.int64)  # not used
-
-    @property
-    def channels(self) -> int:
-        return self.dataset.channels
-
-    @property
-    def classes(self) -> Sequence[str]:
-        return self.dataset.classes
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.dataset.dtype
+        self.channels, self.classes = self.dataset.channels, self.dataset.classes
+        self.dtype: np.dtype[Any] = self.dataset.dtype
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -6,6 +6,7 @@ Tables are CSV or Parquet, per tile and per slide or volume; one is printed.
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,14 @@ import torch
 from spatialdl.common import fields
 from spatialdl.common.files import replacing, save_table, storable
 from spatialdl.common.packages import needed
-from spatialdl.common.text import aligned, fitted
+from spatialdl.common.text import aligned, counted, fitted
 from spatialdl.data.outcomes import result_key
+from spatialdl.inference.predicting.trained import Trained
 from spatialdl.slides.reading.paths import slide_files
 from spatialdl.training.tasks.predictions import to_slides
+from spatialdl.training.tasks.survival import survival_columns
+
+log = logging.getLogger("spatialdl.predict")
 
 Columns = dict[str, Sequence[Any]]
 
@@ -100,38 +105,50 @@ class PredictionRecord:
                 entries = fields.table({"told": fields.parse(str(found["told"]))}, "told")
                 places, values = found["places"], found["values"]
                 samples, confusion = found["samples"], found.get("confusion")
-            files, left_out = fields.texts(entries, "files"), fields.whole(entries, "left_out")
-            labels, region_of = fields.texts(entries, "labels"), fields.text(entries, "region_of")
-            defaults = {"bag": 0, "remark": "", **entries}  # which older records lack
-            bag, remark = fields.whole(defaults, "bag"), fields.text(defaults, "remark")
-            span = None if entries["span"] is None else _span(entries["span"])
-            same = fields.text(entries, "key") == key
-            whole = all((run_dir / file).is_file() for file in files)
+            entries = {"bag": 0, "remark": "", **entries}  # which older records lack
+            sides = None if entries["span"] is None else _span(entries["span"])
+            record = cls(
+                name,
+                fields.text(entries, "key"),
+                places,
+                sides,
+                values,
+                fields.whole(entries, "left_out"),
+                fields.texts(entries, "files"),
+                fields.texts(entries, "labels"),
+                confusion,
+                fields.text(entries, "region_of"),
+                samples.tolist(),
+                fields.whole(entries, "bag"),
+                fields.text(entries, "remark"),
+            )
+            count, columns = values.shape
+            counts = confusion if confusion is not None else np.empty((columns, columns), _PLACE)
+            is_whole = (
+                record.key == key
+                and all((run_dir / file).is_file() for file in record.files)
+                and [places.dtype, values.dtype, samples.dtype] == [_PLACE, _VALUE, _PLACE]
+                and places.shape == (count, 2)
+                and len(record.labels) in (0, count)
+                and samples.shape in ((0,), (count,))
+                and (counts.dtype, counts.shape) == (_PLACE, (columns, columns))
+            )
         except _UNREADABLE:
             return None
-        alike = places.shape == (len(values), 2) and values.ndim == 2
-        typed = (places.dtype, values.dtype, samples.dtype) == (_PLACE, _VALUE, _PLACE)
-        if not (same and whole and alike and typed) or len(labels) not in (0, len(values)):
-            return None
-        if samples.shape not in ((0,), (len(values),)):
-            return None
-        if confusion is not None and (confusion.dtype, confusion.shape) != (
-            _PLACE,
-            (values.shape[1],) * 2,
-        ):
-            return None
-        return cls(
-            *(name, key, places, span, values, left_out, files, labels, confusion),
-            *(region_of, samples.tolist(), bag, remark),
-        )
+        return record if is_whole else None
 
 
 def key_of(settings: Any, path: Path | None) -> str:
-    """A digest of settings and of a slide's files by path, length and modification time."""
+    """A digest of settings and of a slide's files by path, length and modification time.
+
+    Of a missing file, which is reported where it is opened, it is the error.
+    """
     state = None
-    if path is not None:
-        files = [(file, file.stat()) for file in slide_files(path)]
+    try:
+        files = [] if path is None else [(file, file.stat()) for file in slide_files(path)]
         state = [v for file, at in files for v in (str(file.resolve()), at.st_size, at.st_mtime_ns)]
+    except OSError as error:
+        return f"{path}: {error.strerror}"
     return result_key([_VERSION, settings, state], sort_keys=False)
 
 
@@ -149,39 +166,39 @@ def _path(run_dir: Path, name: str) -> Path:
 
 def save_tables(
     folder: Path,
-    records: Sequence[PredictionRecord],
-    reports: Sequence[SlideReport],
+    results: Sequence[SlideResult],
     classes: Sequence[str],
     task: str,
-    kind: str,
-    *,
-    volumes: bool = False,
+    table_kind: str,
+    kind: str = "slides",
 ) -> list[Path]:
-    """Write predictions.KIND and slides.KIND, or volumes.KIND, each atomically.
+    """Write predictions.CSV and slides.CSV, or only volumes.CSV or slides.CSV, each atomically.
 
-    With masks, confusion.KIND is written as well.
+    With masks, confusion.CSV is written as well.
 
     Args:
-        records: records of the predicted slides.
-        reports: reports of all slides, in order.
-        kind: "csv" or "parquet".
-        volumes: whether they are volumes, which have no tiles.
+        results: results of all slides, in order.
+        table_kind: "csv" or "parquet".
+        kind: "slides"; "volumes" or "bags", which are predicted as a whole.
     """
-    whole = slide_columns(records, reports, classes, task)
-    tables = {"predictions": tile_columns(records, classes, task), "slides": whole}
+    records = [one.record for one in results if one.record is not None]
+    slides = slide_columns(results, classes, task)
+    tables = {"predictions": tile_columns(records, classes, task), "slides": slides}
+    if kind == "bags":
+        tables = {"slides": {head: cells for head, cells in slides.items() if head != "vote"}}
+    elif kind == "volumes":
+        rest = {head: cells for head, cells in slides.items() if head not in _OF_SLIDES}
+        tables = {"volumes": {"volume": slides["slide"]} | rest}
     pixels = pixel_columns(records, classes)
-    if volumes:
-        rest = {head: cells for head, cells in whole.items() if head not in _OF_SLIDES}
-        tables = {"volumes": {"volume": whole["slide"]} | rest}
     if pixels["slide"]:
         tables[PIXELS] = pixels
     else:  # left by an earlier command with other images
-        (folder / f"{PIXELS}.{kind}").unlink(missing_ok=True)
-    return [save_columns(folder, name, columns, kind) for name, columns in tables.items()]
+        (folder / f"{PIXELS}.{table_kind}").unlink(missing_ok=True)
+    return [_save_columns(folder, name, columns, table_kind) for name, columns in tables.items()]
 
 
-def save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
-    """Write NAME.KIND atomically.
+def _save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
+    """Write NAME.CSV atomically.
 
     Args:
         kind: "csv" or "parquet".
@@ -217,33 +234,30 @@ def tile_columns(records: Sequence[PredictionRecord], classes: Sequence[str], ta
 
 def pixel_columns(records: Sequence[PredictionRecord], classes: Sequence[str]) -> Columns:
     """Columns of all images with masks: pixels of each true class by predicted class."""
-    counted = [one for one in records if one.confusion is not None]
+    masked = [one for one in records if one.confusion is not None]
     rows = [
         (one.name, label, *row)
-        for one in counted
+        for one in masked
         for label, row in zip(classes, np.asarray(one.confusion).tolist(), strict=True)
     ]
     heads = ("slide", "label", *(f"pixels_{name}" for name in classes))
     found = {head: [row[k] for row in rows] for k, head in enumerate(heads)}
-    more = _of_data_set(counted)
+    more = _of_data_set(masked)
     return found | {head: [cell for cell in cells for _ in classes] for head, cells in more.items()}
 
 
-def slide_columns(
-    records: Sequence[PredictionRecord],
-    reports: Sequence[SlideReport],
-    classes: Sequence[str],
-    task: str,
-) -> Columns:
-    """Columns of all slides in order of reports: tiles, majority vote, means, status, reason.
+def slide_columns(results: Sequence[SlideResult], classes: Sequence[str], task: str) -> Columns:
+    """Columns of all slides: tiles, majority vote, means, status, reason.
 
-    A failed slide has 0 tiles and empty cells.
+    A failed slide has empty cells.
     """
+    records = [one.record for one in results if one.record is not None]
     found = _predicted_columns(records, classes, task)
     rows = dict(zip(found["slide"], zip(*found.values(), strict=True), strict=True))
     nothing = (None,) * (len(found) - 2)
+    reports = [one.report for one in results]
     cells = [
-        (*rows.get(one.name, (one.name, 0, *nothing)), one.status, one.problem or one.remark)
+        (*rows.get(one.name, (one.name, one.tiles, *nothing)), one.status, one.reason)
         for one in reports
     ]
     heads = [*found, "status", "reason"]
@@ -259,7 +273,9 @@ def _predicted_columns(
     if not names:
         return {"slide": [], "tiles": []} | vote | predicted_columns(values.numpy(), classes, task)
     slides = to_slides(values, torch.zeros(len(names)), names)
-    found: Columns = {"slide": slides.slides, "tiles": slides.tiles.tolist()}
+    bags = {record.name: record.bag for record in records if record.bag}
+    counts = dict(zip(slides.slides, slides.tiles.tolist(), strict=True)) | bags
+    found: Columns = {"slide": slides.slides, "tiles": [*counts.values()]}
     if all(len(record.values) == 1 for record in records):
         found |= _of_data_set(records)
     if any(record.labels for record in records):
@@ -295,6 +311,9 @@ ONE_CLASS = ("classification", "segmentation")
 
 def predicted_columns(values: Any, classes: Sequence[str], task: str) -> Columns:
     """Columns of (N, columns) probabilities or values: most probable class, and all values."""
+    if task == "survival":
+        heads = survival_columns(values.shape[1] - 1)
+        return dict(zip(heads, values.T.tolist(), strict=True))
     found: Columns = {}
     if task in ONE_CLASS:
         found["predicted"] = [classes[number] for number in values.argmax(1).tolist()]
@@ -303,7 +322,8 @@ def predicted_columns(values: Any, classes: Sequence[str], task: str) -> Columns
 
 
 def _stacked(records: Sequence[PredictionRecord], columns: int) -> Any:
-    return np.concatenate([np.empty((0, columns)), *(record.values for record in records)])
+    values = [record.values for record in records]
+    return np.concatenate(values) if values else np.empty((0, columns))
 
 
 def _text(value: Any) -> Any:
@@ -330,13 +350,57 @@ class SlideReport:
         """ "processed", "damaged" if some tiles were unreadable, or "failed"."""
         return "failed" if self.problem else "damaged" if self.failed else "processed"
 
+    @property
+    def reason(self) -> str:
+        """Why it has no result, or a remark on the result."""
+        return self.problem or self.remark
 
-def table(reports: Sequence[SlideReport], *, volumes: bool = False) -> str:
+
+@dataclass(frozen=True)
+class SlideResult:
+    """The report of a slide, and its record if it was predicted."""
+
+    report: SlideReport
+    record: PredictionRecord | None = None
+
+
+def result_of(record: PredictionRecord, trained: Trained, remark: str = "") -> SlideResult:
+    """The result of a predicted slide.
+
+    Args:
+        remark: why the prediction may be wrong, if no tile was left out.
+    """
+    means = record.values.mean(0)
+    best = int(means.argmax())
+    name = trained.classes[best] if best < len(trained.classes) else str(best)
+    if trained.task == "survival":
+        best, name = 0, "risk"
+    if record.left_out:
+        remark = f"{counted(record.left_out, 'tile')} could not be read"
+    tiles = record.bag or len(record.values)
+    failed = record.left_out > 0
+    value = float(means[best])
+    remark = record.remark or remark
+    report = SlideReport(record.name, tiles, name, value, remark, failed=failed)
+    return SlideResult(report, record)
+
+
+def known_result(run_dir: Path, name: str, key: str, trained: Trained) -> SlideResult | None:
+    """The result of an earlier run for a slide, if its inputs are the same."""
+    record = PredictionRecord.load(run_dir, name, key)
+    if record is None:
+        return None
+    log.info("%s is already predicted; overwrite=true predicts it again", name)
+    return result_of(record, trained)
+
+
+def table(reports: Sequence[SlideReport], kind: str = "slides") -> str:
     """Console table, a row per slide: tiles, class of the largest mean probability, that mean.
 
     Args:
-        volumes: whether they are volumes, which have no tiles.
+        kind: as in `save_tables`; volumes have no tiles.
     """
+    volumes = kind == "volumes"
     rows = [("slide", "tiles", "predicted", "mean", "")]
     if volumes:
         rows = [("volume", "", "predicted", "mean", "")]

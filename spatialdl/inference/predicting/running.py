@@ -24,9 +24,17 @@ from spatialdl.data.views import Views
 from spatialdl.errors import CheckpointError, SlideError
 from spatialdl.inference.predicting.inputs import Input
 from spatialdl.inference.predicting.network import Network
-from spatialdl.inference.predicting.pieces import MapPiece, joined, own_pieces, to_file
+from spatialdl.inference.predicting.pieces import (
+    MapPiece,
+    MapTurn,
+    TurnMean,
+    joined,
+    own_pieces,
+    to_file,
+    turned_views,
+    turns,
+)
 from spatialdl.inference.predicting.trained import Trained
-from spatialdl.inference.predicting.turning import MapTurn, TurnMean, turned_views, turns
 from spatialdl.layout.layout import by
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.training.console.progress import has_terminal
@@ -299,20 +307,11 @@ class ReadInBands:
     name: str
 
     def __post_init__(self) -> None:
-        self.labels: npt.NDArray[Any] = self.source.labels
-        self.dtype: np.dtype[Any] = self.source.dtype  # type: ignore[attr-defined]
-
-    @property
-    def has_masks(self) -> bool:
-        return self.source.has_masks
-
-    @property
-    def channels(self) -> int:
-        return self.source.channels
-
-    @property
-    def classes(self) -> Sequence[str]:
-        return self.source.classes
+        source: Any = self.source
+        self.labels: npt.NDArray[Any] = source.labels
+        self.dtype: np.dtype[Any] = source.dtype
+        self.has_masks, self.channels = bool(source.has_masks), int(source.channels)
+        self.classes: Sequence[str] = source.classes
 
     def __len__(self) -> int:
         return len(self.source)

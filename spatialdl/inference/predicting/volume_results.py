@@ -28,29 +28,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.common.files import storable, unfinished
+from spatialdl.common.files import unfinished
 from spatialdl.common.text import fitted
 from spatialdl.data.augmentation.geometry import Draw, window_of
 from spatialdl.data.image_source import Box, Size, pairs, whole_box
 from spatialdl.data.importing.volume_file import StoredVolume, load_nifti
 from spatialdl.data.volume_geometry import VolumeTurn
-from spatialdl.inference.predicting.agreed_errors import agreeing
 from spatialdl.inference.predicting.inputs import Input
-from spatialdl.inference.predicting.pictures import new_figure, save_figure
+from spatialdl.inference.predicting.loop import agreeing
+from spatialdl.inference.predicting.maps import MapClasses, MapFolder, class_files
+from spatialdl.inference.predicting.pictures import (
+    add_heat_bar,
+    add_legend,
+    new_figure,
+    save_figure,
+)
 from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap
-from spatialdl.inference.predicting.results import class_files
 from spatialdl.inference.predicting.running import SlideOutput
-from spatialdl.inference.predicting.trained import Trained
 from spatialdl.inference.predicting.volume_inputs import VolumeImages
-from spatialdl.training.pictures.orthogonal_slices import Picture, draw_sections
+from spatialdl.training.pictures.orthogonal_slices import draw_sections
 from spatialdl.training.pictures.thumbnails import (
     COLOURS,
-    HEAT_COLOURS,
-    HEAT_OPACITY,
     joined_sections,
     mask_patches,
     mean_sections,
@@ -67,119 +68,102 @@ _GEOMETRY = (
     *("pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"),
     *("qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"),
 )
-_LEGEND = 12  # classes in a legend at most
 
 
-class VolumeMaps:
-    """Writer of the maps of one volume; construction and calls are collective.
+def save_volume_maps(
+    where: MapFolder,
+    given: Input,
+    outcome: SlideOutput,
+    classes: MapClasses,
+    world: Communicator,
+) -> None:
+    """Write all maps of a volume; collective over `world`."""
+    assert isinstance(given.source, VolumeImages)
+    if classes.task == "segmentation":
+        _save_map(where, given.source, given, outcome.pieces, classes, world)
+    elif outcome.activation is not None and outcome.values is not None:
+        probabilities = outcome.values[0].tolist()
+        _save_activation(where, given.source, given, outcome.activation[0], probabilities, classes)
 
-    Args:
-        shown: indices of the classes whose probabilities are written.
+
+def _save_map(
+    where: MapFolder,
+    source: VolumeImages,
+    given: Input,
+    predicted: Sequence[MapPiece],
+    classes: MapClasses,
+    world: Communicator,
+) -> None:
+    pieces = [_as_stored(piece, source.turn, given.size) for piece in predicted]
+    best = [MapPiece(one.start, one.values.argmax(0, keepdim=True)) for one in pieces]
+    *names, name = class_files([*classes.names, "classes"])
+    kind = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
+    _save(where, given, source, name, best, kind, world)
+    double = world.allgather(any(one.values.dtype == torch.float64 for one in pieces))
+    kind = np.dtype(np.float64 if any(double) else np.float32)
+    for number in classes.shown:
+        own = [MapPiece(one.start, one.values[number : number + 1]) for one in pieces]
+        _save(where, given, source, names[number], own, kind, world)
+    size = source.stored.size
+    parts = world.gather([mask_patches(one.values[0], one.box, size) for one in best])
+    path = where.path("-slices.png")
+    if parts is not None:
+        sections = joined_sections([part for one in parts for part in one], size)
+        _draw(path, source.stored, given.name, classes.names, classes=sections)
+
+
+def _save_activation(
+    where: MapFolder,
+    source: VolumeImages,
+    given: Input,
+    values: Array,
+    probabilities: Sequence[float],
+    classes: MapClasses,
+) -> None:
+    """Write activation maps from `values` (classes, *spatial), on rank 0, class by class.
+
+    The network's input may be a crop of the volume's centre, or the volume with padding.
     """
+    turn, seen = source.turn, source.image_size(0)
+    under = window_of(Draw(), seen, given.size).source_box(whole_box(given.size))
+    box, size = turn.stored_box(under, seen), source.stored.size
+    names = class_files(classes.names)
+    most = max(classes.shown, key=lambda number: probabilities[number])
+    for number in classes.shown:
+        piece, ending = (
+            _spread(turn.stored(values[number]), box, size),
+            f"{names[number]}-activation",
+        )
+        _save(where, given, source, ending, [piece], values.dtype, SingleProcess())
+        if number == most:
+            heat = _means(piece.values[0].numpy(), piece.box, size)
+    title = f"{given.name}: {classes.names[most]}"
+    _draw(where.path("-activation.png"), source.stored, title, (), heat=heat)
 
-    def __init__(
-        self,
-        run_dir: Path,
-        given: Input,
-        trained: Trained,
-        shown: Sequence[int],
-        world: Communicator,
-    ) -> None:
-        assert isinstance(given.source, VolumeImages)
-        self._run_dir, self._given, self._source = run_dir, given, given.source
-        self._trained, self._shown, self._world = trained, shown, world
-        self._files: list[str] = []
 
-    def save(self, outcome: SlideOutput) -> list[str]:
-        """Write all maps of the volume.
+def _as_stored(piece: MapPiece, turn: VolumeTurn, size: Size) -> MapPiece:
+    """A piece of the map of a volume of `size`, in the orientation of the file."""
+    if turn == VolumeTurn():
+        return piece
+    stored = turn.stored_box(piece.box, size)
+    values = np.stack([turn.stored(one.numpy()) for one in piece.values])
+    return MapPiece(tuple(stored[::2]), torch.from_numpy(values))
 
-        Returns:
-            Names of the files.
-        """
-        if self._trained.task == "segmentation":
-            self._save_map(outcome)
-        elif outcome.activation is not None and outcome.values is not None:
-            self._save_activation(outcome.activation[0], outcome.values[0])
-        return self._files
 
-    def _save_map(self, outcome: SlideOutput) -> None:
-        pieces = [self._as_stored(piece) for piece in outcome.pieces]
-        classes = [MapPiece(one.start, one.values.argmax(0, keepdim=True)) for one in pieces]
-        *names, name = class_files([*self._trained.classes, "classes"])
-        kind = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
-        self._save(name, classes, kind, self._world)
-        double = self._world.allgather(any(one.values.dtype == torch.float64 for one in pieces))
-        kind = np.dtype(np.float64 if any(double) else np.float32)
-        for number in self._shown:
-            own = [MapPiece(one.start, one.values[number : number + 1]) for one in pieces]
-            self._save(names[number], own, kind, self._world)
-        self._save_classes(classes)
-
-    def _save_activation(self, values: Array, probabilities: Tensor) -> None:
-        """Write activation maps from `values` (classes, *spatial), on rank 0, class by class.
-
-        The network's input may be a crop of the volume's centre, or the volume with padding.
-        """
-        turn, seen, view = self._source.turn, self._source.image_size(0), self._given.size
-        under = window_of(Draw(), seen, view).source_box(whole_box(view))
-        box, size = turn.stored_box(under, seen), self._source.stored.size
-        names = class_files(self._trained.classes)
-        most = max(self._shown, key=lambda number: float(probabilities[number]))
-        for number in self._shown:
-            piece = _spread(turn.stored(values[number]), box, size)
-            self._save(f"{names[number]}-activation", [piece], values.dtype, SingleProcess())
-            if number == most:
-                heat = _means(piece.values[0].numpy(), piece.box, size)
-        title = f"{self._given.name}: {self._trained.classes[most]}"
-        self._save_picture("activation", title, (), heat=heat)
-
-    def _as_stored(self, piece: MapPiece) -> MapPiece:
-        """A piece in the orientation of the file."""
-        turn = self._source.turn
-        if turn == VolumeTurn():
-            return piece
-        stored = turn.stored_box(piece.box, self._given.size)
-        values = np.stack([turn.stored(one.numpy()) for one in piece.values])
-        return MapPiece(tuple(stored[::2]), torch.from_numpy(values))
-
-    def _save(
-        self, ending: str, pieces: Sequence[MapPiece], dtype: np.dtype[Any], world: Communicator
-    ) -> None:
-        stored, path = self._source.stored, self._given.slide
-        compressed = path is not None and path.name.lower().endswith(".gz")
-        name = self._named(f"-{ending}.nii{'.gz' * compressed}")
-        header = nifti_header(stored, path, dtype) if world.rank == 0 else b""
-        save_nifti(self._run_dir / name, world, header, stored.size, pieces, dtype)
-
-    def _named(self, ending: str) -> str:
-        # volume names of a data set may not be valid file names
-        self._files.append(f"{storable(self._given.name)}{ending}")
-        return self._files[-1]
-
-    def _save_classes(self, pieces: Sequence[MapPiece]) -> None:
-        size = self._source.stored.size
-        own = [mask_patches(one.values[0], one.box, size) for one in pieces]
-        gathered = self._world.gather(own)
-        if gathered is not None:
-            sections = joined_sections([part for one in gathered for part in one], size)
-            title, names = self._given.name, self._trained.classes
-            self._save_picture("slices", title, names, classes=sections)
-
-    def _save_picture(
-        self,
-        what: str,
-        title: str,
-        names: Sequence[str],
-        classes: Sequence[Array] | None = None,
-        heat: Sequence[Array] | None = None,
-    ) -> None:
-        stored = self._source.stored
-        box = whole_box(stored.size)
-        grey = mean_sections([pixel_patches(stored.read, box, stored.size)], stored.size)
-        known = stored.size, grey, stored.spacing, stored.affine
-        drawn = [draw_sections(*known), draw_sections(*known, classes, heat)]
-        path = self._run_dir / self._named(f"-{what}.png")
-        _save_figure(path, title, drawn, names, heat=heat is not None)
+def _save(
+    where: MapFolder,
+    given: Input,
+    source: VolumeImages,
+    ending: str,
+    pieces: Sequence[MapPiece],
+    dtype: np.dtype[Any],
+    world: Communicator,
+) -> None:
+    stored, file = source.stored, given.slide
+    compressed = file is not None and file.name.lower().endswith(".gz")
+    header = nifti_header(stored, file, dtype) if world.rank == 0 else b""
+    path = where.path(f"-{ending}.nii{'.gz' * compressed}")
+    save_nifti(path, world, header, stored.size, pieces, dtype)
 
 
 def _spread(values: Array, box: Box, size: Size) -> MapPiece:
@@ -198,31 +182,31 @@ def _means(values: Array, box: Box, size: Size) -> list[Array]:
     return [one[..., 0] for one in mean_sections([patches], size)]
 
 
-def _save_figure(
-    path: Path, title: str, pictures: Sequence[Picture], names: Sequence[str], *, heat: bool
+def _draw(
+    path: Path,
+    stored: StoredVolume,
+    title: str,
+    names: Sequence[str],
+    classes: Sequence[Array] | None = None,
+    heat: Sequence[Array] | None = None,
 ) -> None:
     """Draw the slices without and with overlay, and a legend of classes or the scale of heat."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.patches import Patch
-
-    rows, cols = pictures[0].shape[:2]
+    box = whole_box(stored.size)
+    grey = mean_sections([pixel_patches(stored.read, box, stored.size)], stored.size)
+    known = stored.size, grey, stored.spacing, stored.affine
+    drawn = [draw_sections(*known), draw_sections(*known, classes, heat)]
+    rows, cols = drawn[0].shape[:2]
     down, across = (1, 2) if 2 * rows > cols else (2, 1)
     figure = new_figure(7.0 * across, 7.0 * down * rows / cols + 1)
     panels = figure.subplots(down, across)
-    for panel, picture in zip(panels, pictures, strict=True):
+    for panel, picture in zip(panels, drawn, strict=True):
         panel.imshow(picture, interpolation="nearest")
         panel.set_axis_off()
-    marks = [
-        Patch(color=COLOURS[(number - 1) % len(COLOURS)] / 255, label=fitted(name, 30))
-        for number, name in enumerate(names)
-        if number > 0
-    ][:_LEGEND]
-    if heat:
-        scale = ScalarMappable(cmap=HEAT_COLOURS)
+    if heat is not None:
         label = "contribution to the class, relative to the largest"
-        figure.colorbar(scale, ax=panels, shrink=0.8, alpha=HEAT_OPACITY, label=label)
-    if marks:
-        figure.legend(handles=marks, loc="outside lower center", ncols=min(6, len(marks)))
+        add_heat_bar(figure, panels, label)
+    colours = {name: COLOURS[k % len(COLOURS)] / 255 for k, name in enumerate(names[1:])}
+    add_legend(figure, colours)
     figure.suptitle(fitted(title, 60), fontsize=11)
     save_figure(path, figure)
 

@@ -17,7 +17,8 @@ TARGETS = {"one": BOTH[:, 0], "two": BOTH}
 
 
 @pytest.mark.parametrize(
-    ("name", "intercept", "alpha"), [("one", True, 0.01), ("two", False, 3.0), ("two", True, 1e4)]
+    ("name", "intercept", "alpha"),
+    [("one", True, 0.01), ("two", False, 3.0), ("two", True, [0.5, 70])],
 )
 def test_ridge_is_that_of_scikit_learn(name, intercept, alpha):
     y = TARGETS[name]
@@ -27,19 +28,6 @@ def test_ridge_is_that_of_scikit_learn(name, intercept, alpha):
     np.testing.assert_allclose(ours.coef_, theirs.coef_, atol=1e-9)
     np.testing.assert_allclose(ours.intercept_, theirs.intercept_, rtol=1e-9)
     np.testing.assert_allclose(ours.predict(ROWS), theirs.predict(ROWS), rtol=1e-9)
-
-
-def test_a_column_of_targets_is_one_target():
-    flat, column = Ridge().fit(ROWS, BOTH[:, 0]), Ridge().fit(ROWS, BOTH[:, :1])
-    np.testing.assert_array_equal(column.coef_, flat.coef_)
-    assert column.predict(ROWS).shape == (101,)
-
-
-def test_an_alpha_for_each_target():
-    ours = Ridge([0.5, 70]).fit(ROWS, BOTH)
-    np.testing.assert_allclose(
-        ours.coef_, linear_model.Ridge([0.5, 70]).fit(ROWS, BOTH).coef_, atol=1e-9
-    )
 
 
 def test_without_penalty_it_is_least_squares():
@@ -55,13 +43,14 @@ def test_without_penalty_it_is_least_squares():
 def test_cross_validation_is_that_of_models_fitted_without_each_fold(name, intercept):
     y, alphas = TARGETS[name], (1.0, 100.0, 1e4)
     ours = RidgeCV(alphas, cv=6, fit_intercept=intercept).fit(ROWS, y)
-    theirs = linear_model.RidgeCV(alphas, cv=6, fit_intercept=intercept).fit(ROWS, y)
+    error = "neg_mean_squared_error"
+    theirs = linear_model.RidgeCV(alphas, cv=6, fit_intercept=intercept, scoring=error).fit(ROWS, y)
     plain = linear_model.Ridge(fit_intercept=intercept)
     for alpha, scores in zip(alphas, ours.scores_, strict=True):
-        wanted = cross_val_score(plain.set_params(alpha=alpha), ROWS, y, cv=6)
-        np.testing.assert_allclose(scores, wanted, atol=1e-9)
+        wanted = cross_val_score(plain.set_params(alpha=alpha), ROWS, y, cv=6, scoring=error)
+        np.testing.assert_allclose(scores, wanted, rtol=1e-9)
     assert ours.alpha_ == theirs.alpha_
-    assert ours.best_score_ == pytest.approx(theirs.best_score_, abs=1e-9)
+    assert ours.best_score_ == pytest.approx(theirs.best_score_)
     np.testing.assert_allclose(ours.coef_, theirs.coef_, atol=1e-9)
     np.testing.assert_allclose(ours.predict(ROWS), theirs.predict(ROWS), rtol=1e-9)
     held_out = cross_val_predict(plain.set_params(alpha=ours.alpha_), ROWS, y, cv=6)
@@ -74,7 +63,7 @@ def test_cross_validation_is_that_of_models_fitted_without_each_fold(name, inter
 
 def test_groups_are_never_in_two_folds():
     groups = np.array([f"patient-{n}" for n in RNG.integers(0, 11, len(ROWS))])
-    ours = RidgeCV(cv=4, scoring="neg_mean_squared_error").fit(ROWS, BOTH, groups)
+    ours = RidgeCV(cv=4).fit(ROWS, BOTH, groups)
     assert set(ours.folds_) == {0, 1, 2, 3}
     for name in set(groups):
         assert len(set(ours.folds_[groups == name])) == 1
@@ -100,7 +89,6 @@ def test_refusals():
         (RidgeCV(cv=1), BOTH, "cv=1 must be between 2 and the 101 rows"),
         (RidgeCV(cv=102), BOTH, "cv=102 must be between 2 and the 101 rows"),
         (RidgeCV([]), BOTH, "must be numbers of at least 0"),
-        (RidgeCV(scoring="accuracy"), BOTH, "scoring='accuracy' must be"),
     ]:
         with pytest.raises(ValueError, match=message):
             model.fit(ROWS, y)
@@ -132,21 +120,6 @@ def test_classes_and_weights_are_those_of_scikit_learn(names: tuple[str, ...]) -
         atol=1e-12,
     )
     assert (ours.predict(NEAR) == theirs.predict(NEAR)).all()
-
-
-def test_rows_that_are_held_out_are_not_seen() -> None:
-    classes, groups = np.array(["a", "b", "c"])[NUMBERS], np.arange(90) // 6
-    ours = RidgeClassifierCV([0.5, 5.0], cv=4).fit(NEAR, classes, groups)
-    for fold in range(4):
-        inside = ours.folds_ == fold
-        assert not set(groups[inside]) & set(groups[~inside])
-        theirs = linear_model.RidgeClassifier(ours.alpha_).fit(NEAR[~inside], classes[~inside])
-        assert (ours.without(fold).predict(NEAR) == theirs.predict(NEAR)).all()
-        np.testing.assert_allclose(
-            ours.without(fold).decision_function(NEAR),
-            theirs.decision_function(NEAR),
-            rtol=1e-8,
-        )
 
 
 def test_one_class_is_refused() -> None:

@@ -203,13 +203,6 @@ def test_labels_that_do_not_fit_are_refused(rows, said, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_predictions_that_are_no_numbers_are_refused(tmp_path):
-    slides, values, truth = drawn()
-    write_predictions(tmp_path / "p", slides, values * np.nan, truth)
-    with pytest.raises(ValueError, match="no predictions with labels: 120 predictions of"):
-        evaluated(tmp_path)
-
-
 @pytest.fixture
 def folder(tmp_path):
     slides, values, truth = drawn()
@@ -247,22 +240,7 @@ def test_what_cannot_be_evaluated_is_refused(words, said, folder):
         check_evaluation(command(*asked))
 
 
-def test_what_can_be_evaluated_is_not(folder):
-    given = [f"predictions={folder / 'p'}", f"labels={folder / 'labels.csv'}", "subgroups=[site]"]
-    assert check_evaluation(command(*given)).world_size == 1
-    asked = [f"ckpt_path={folder}", f"shards={folder}", "parallel=sp"]
-    assert check_evaluation(command(*asked)).world_size == 2
-
-
 HEAD = ("slide", "predicted", "probability_a", "probability_b")
-
-
-def test_regions_name_their_slides(tmp_path):
-    rows = [("s_1", "a", 1, 0, "s", 4), ("s_2", "b", 0, 1, "s", 6), ("t", "b", 0, 1, "", 7)]
-    write_rows(tmp_path / "predictions.csv", (*HEAD, "region_of", "sample"), rows)
-    found = read_predictions(tmp_path)
-    assert (found.slides, found.names) == (["s", "s", "t"], ["s_1", "s_2", "t"])
-    assert (found.samples, found.part, found.whole) == (["4", "6", "7"], "image", "slide")
 
 
 def test_samples_without_slides_are_images(tmp_path):

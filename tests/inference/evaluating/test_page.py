@@ -24,8 +24,9 @@ from spatialdl.inference.evaluating.cases import (
 from spatialdl.inference.evaluating.evaluation import save_evaluation
 from spatialdl.inference.evaluating.levels import Level, Levels
 from spatialdl.inference.evaluating.measured import Resampling, measure
-from spatialdl.inference.evaluating.pictures import draw_pairs, save_pictures
+from spatialdl.inference.evaluating.pictures import save_pictures
 from spatialdl.inference.evaluating.predicted import Predicted
+from spatialdl.inference.predicting.pictures import draw_confusion
 from tests.inference.evaluating.cases import read_rows
 
 NAMES = [f"s{n}" for n in range(12)]
@@ -126,7 +127,7 @@ def test_a_picture_of_an_evaluation_before_is_removed(tmp_path: Path) -> None:
 
 def test_a_matrix_shows_counts_and_shares_of_its_rows() -> None:
     panel = Figure().subplots()
-    draw_pairs(panel, np.array([[3, 1], [0, 20_000]]), ["a", "b"])
+    draw_confusion(panel, np.array([[3, 1], [0, 20_000]]), ["a", "b"])
     assert [text.get_text() for text in panel.texts] == [
         *("3\n75 %", "1\n25 %", "0\n0 %", "20 k\n100 %")
     ]

@@ -13,9 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
+from spatialdl.inference.features.maps import writing
 from spatialdl.slides.reading.reader import Slide
 from tests.inference.features.maps.networks import Convolved
-from tests.inference.features.test_command import EXACT, REAL, run
+from tests.inference.features.test_features_cli import EXACT, REAL, run
 
 NETWORK = "tests.inference.features.maps.networks.Convolved"
 WHOLE = ["--whole", "--encoder", NETWORK, "--device", "cpu"]
@@ -26,10 +27,17 @@ def map_of(out: Path, name: str) -> tuple[np.ndarray, dict[str, object]]:
         return file["features"][:], dict(file["features"].attrs)
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """Pictures are drawn where `done` is made only, as that takes long."""
+    request.getfixturevalue("done")
+    monkeypatch.setattr(writing, "save_picture", lambda path, *_: path.touch())
+
+
 @pytest.fixture(scope="module")
 def done(small, tmp_path_factory):
     out = tmp_path_factory.mktemp("done") / "out"
-    assert run(small, "--out", out, "--mpp", 1, *WHOLE, *EXACT) == 0
+    assert run(small, "--out", out, "--mpp", 2, *WHOLE, *EXACT) == 0
     return out
 
 
@@ -46,7 +54,7 @@ def test_a_map_is_that_of_the_region_in_one_piece(small, done):
         assert found.shape == (10, rows // 4, columns // 4)
         with Slide(small / f"{name}.tiff") as slide:
             pixels = slide.read_box(
-                *(said["level0_x"], said["level0_y"], (rows, columns), 2.0),
+                *(said["level0_x"], said["level0_y"], (rows, columns), 4.0),
                 (0, rows, 0, columns),
             )
             assert (said["level0_height"], said["level0_width"]) == slide.size
@@ -55,8 +63,8 @@ def test_a_map_is_that_of_the_region_in_one_piece(small, done):
             wanted = network(((image - mean) / std)[None])[0]
         np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6, atol=1e-10)
         x, y = said["level0_x"], said["level0_y"]
-        np.testing.assert_array_equal(said["affine"], [[8, 0, x], [0, 8, y]])
-        assert (said["mpp"], said["scale"], said["stride"].tolist()) == (1, 2, [4, 4])
+        np.testing.assert_array_equal(said["affine"], [[16, 0, x], [0, 16, y]])
+        assert (said["mpp"], said["scale"], said["stride"].tolist()) == (2, 4, [4, 4])
 
 
 def test_manifest_table_and_pictures_are_there(done):
@@ -73,8 +81,8 @@ def test_manifest_table_and_pictures_are_there(done):
 
 
 def test_parts_in_one_process_give_the_same(small, done, tmp_path):
-    words = ["--grid", "3,2", "--limit-gb", 0.0005]
-    assert run(small, "--out", tmp_path / "out", "--mpp", 1, *WHOLE, *EXACT, *words) == 0
+    words = ["--grid", "3,2", "--limit-gb", 0.0002]
+    assert run(small, "--out", tmp_path / "out", "--mpp", 2, *WHOLE, *EXACT, *words) == 0
     for name in "abc":
         found, said = map_of(tmp_path / "out", name)
         wanted, before = map_of(done, name)
@@ -84,7 +92,7 @@ def test_parts_in_one_process_give_the_same(small, done, tmp_path):
 
 def test_what_is_done_is_not_done_again(small, done, tmp_path, capsys):
     out = shutil.copytree(done, tmp_path / "out")
-    common = [small, "--out", out, "--mpp", 1, *WHOLE, *EXACT]
+    common = [small, "--out", out, "--mpp", 2, *WHOLE, *EXACT]
     before = {path.name: path.stat().st_mtime_ns for path in (out / "maps").iterdir()}
     (out / "maps" / "b.h5").write_bytes(b"damaged")
     (out / "maps" / "c.png").unlink()
@@ -100,9 +108,9 @@ def test_what_is_done_is_not_done_again(small, done, tmp_path, capsys):
 
 def test_maps_and_layouts_of_tiles_replace_each_other(small, done, tmp_path, capsys):
     out = shutil.copytree(done, tmp_path / "out")
-    tiles = [small, "--out", out, "--mpp", 1, "--encoder", "tests.inference.features.tiny.Tiny"]
+    tiles = [small, "--out", out, "--mpp", 2, "--encoder", "tests.inference.features.tiny.Tiny"]
     tiles += ["--device", "cpu", "--layout", "clam"]
-    maps = [small, "--out", out, "--mpp", 1, *WHOLE]
+    maps = [small, "--out", out, "--mpp", 2, *WHOLE]
     assert run(*tiles) == 2
     assert "has features of other settings" in capsys.readouterr().err
     assert run(*tiles, "--overwrite") == 0
@@ -140,13 +148,13 @@ def test_bad_slides_are_reported_and_the_others_done(tmp_path, capsys):
     ("words", "said"),
     [
         ([], "the resolution of tiles is missing"),
-        (["--mpp", 1, "--tile-size", 64, "--overlap", 8], "--tile-size, --overlap is for tiles"),
-        (["--mpp", 1, "--jobs", 2], "--jobs is for tiles, but --whole has none"),
-        (["--mpp", 1, "--layout", "clam"], "--layout is for tiles, but --whole has none"),
-        (["--mpp", 1, "--limit-gb", 1], "--limit-gb 1 needs regions split by a single process"),
-        (["--mpp", 1, "--encoder", "tests.inference.features.tiny.Tiny"], "--whole needs a map"),
+        (["--mpp", 2, "--tile-size", 64, "--overlap", 8], "--tile-size, --overlap is for tiles"),
+        (["--mpp", 2, "--jobs", 2], "--jobs is for tiles, but --whole has none"),
+        (["--mpp", 2, "--layout", "clam"], "--layout is for tiles, but --whole has none"),
+        (["--mpp", 2, "--limit-gb", 1], "--limit-gb 1 needs regions split by a single process"),
+        (["--mpp", 2, "--encoder", "tests.inference.features.tiny.Tiny"], "--whole needs a map"),
         (
-            ["--mpp", 1, "--encoder", "tests.inference.features.maps.networks.Pooling"],
+            ["--mpp", 2, "--encoder", "tests.inference.features.maps.networks.Pooling"],
             "its map has no regular stride",
         ),
     ],
@@ -158,7 +166,7 @@ def test_mistakes_are_found_before_work_begins(small, tmp_path, capsys, words, s
 
 
 def test_parts_are_of_whole_regions_and_sets_are_not(small, tmp_path, capsys):
-    common = [small, "--out", tmp_path / "out", "--mpp", 1, *WHOLE[1:]]
+    common = [small, "--out", tmp_path / "out", "--mpp", 2, *WHOLE[1:]]
     assert run(*common, "--grid", "2,2") == 2
     assert "--grid and --limit-gb need --whole" in capsys.readouterr().err
     (tmp_path / "set").mkdir()

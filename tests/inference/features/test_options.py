@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.inference.features.options import given_options, parsed
+from spatialdl.inference.features.options import parsed
 from spatialdl.inference.features.results import different
 
 COMMON = ["slides", "--out", "out", "--encoder", "package.Net"]
@@ -23,11 +23,6 @@ def test_values_that_cannot_be_end_the_process(words, capsys):
     with pytest.raises(SystemExit) as stop:
         parsed([*COMMON, *words])
     assert stop.value.code == 2
-
-
-def test_options_on_cutting_are_told_from_the_defaults():
-    assert given_options(parsed(COMMON)) == []
-    assert given_options(parsed([*COMMON, "--overlap", "0", "--edge", "pad"])) == ["--edge"]
 
 
 @pytest.mark.parametrize(

@@ -1,86 +1,85 @@
-"""Every slide is claimed once; reading ahead keeps the order, propagates errors, and stops."""
+"""Pieces of slides are read in order, errors are those of their slide, and files close."""
 
 from __future__ import annotations
 
-import pickle
-import threading
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from spatialdl.inference.features.encoding import Read, ReadAhead
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.errors import SlideError
+from spatialdl.inference.features import workers
+from spatialdl.inference.features.encoders.encoder import Wish
+from spatialdl.inference.features.encoders.making import make_encoder
 from spatialdl.inference.features.sources import SlideTiles
-from spatialdl.inference.features.workers import new_claims
+from spatialdl.inference.features.workers import TileWork
+from spatialdl.inference.predicting.loop import Team, process
 from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.batch.report import TilingReport
+from spatialdl.training.optimization.precision import precision_of
+
+CPU = torch.device("cpu")
 
 
-class Numbers(SlideTiles):
-    """A slide whose tiles contain their indices; tile `bad` is unreadable."""
+class Source:
+    """Slides of as many tiles as their names say, of which `bad` cannot be read."""
 
-    def __init__(self, name: str, count: int, bad: int = -1) -> None:
-        super().__init__(name, "", TilingReport(name), {}, 600)
-        self._count, self._bad = count, bad
+    def __init__(self) -> None:
+        self.opened: list[BytesIO] = []
 
-    @property
-    def count(self) -> int:
-        return self._count
+    def key(self, task: SimpleNamespace) -> str:
+        if task.name == "0":
+            raise RuntimeError("no slide")
+        return "key"
 
-    def _open(self) -> BytesIO:
-        return BytesIO()
+    def open(self, task: SimpleNamespace, key: str) -> SlideTiles:
+        count, bad = int(task.name), 8 if task.name == "20" else -1
 
-    def _read(self, opened: BytesIO, tiles: slice, part: PartRecord) -> list[Any]:
-        assert not opened.closed
-        if tiles.start <= self._bad < tiles.stop:
-            raise OSError("bad")
-        return list(np.arange(tiles.start, tiles.stop, dtype=np.uint8))
+        def files() -> BytesIO:
+            self.opened.append(BytesIO())
+            return self.opened[-1]
 
+        def read(opened: BytesIO, tiles: slice, part: PartRecord) -> list[Any]:
+            assert not opened.closed
+            if tiles.start <= bad < tiles.stop:
+                raise OSError("bad")
+            return [np.full((600, 600, 3), n, np.uint8) for n in range(count)[tiles]]
 
-def described(one: Any) -> Any:
-    if isinstance(one, TilingReport):
-        return one.slide
-    what = str(one.problem) if one.problem else one.piece and one.piece.tiles.tolist()
-    return one.bag.name, what
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_pieces_come_in_order_and_errors_with_their_slide(threads):
-    opened = iter(
-        [Numbers("a", 9), TilingReport("none"), Numbers("b", 20, bad=8), Numbers("c", 0), None]
-    )
-    with ReadAhead(lambda: next(opened), threads) as reading:
-        found = [described(one) for one in reading]
-    step = Numbers("a", 9).pieces()[0][1]
-    assert step == 7
-    assert found == [
-        *(("a", [*range(7)]), ("a", [7, 8]), ("a", None), "none"),
-        *(("b", [*range(7)]), ("b", "bad"), ("b", [*range(14, 20)]), ("b", None), ("c", None)),
-    ]
+        return SlideTiles(task.name, key, TilingReport(task.name), {}, 600, count, files, read)
 
 
-def test_it_ends_when_it_is_left_early():
-    before = threading.enumerate()  # those of other tests may end meanwhile
-    with ReadAhead(lambda: Numbers("endless", 1000), 2) as reading:
-        assert isinstance(next(iter(reading)), Read)
-    assert [one for one in threading.enumerate() if one not in before] == []
+@pytest.mark.parametrize(("threads", "batch"), [(1, 64), (4, 4)])
+def test_pieces_are_read_in_order_and_errors_are_of_their_slide(threads, batch, monkeypatch):
+    found, source = {}, Source()
 
+    def save(run, tiles, parts, computed):
+        if tiles.name == "9":
+            raise SlideError("not finite")
+        found[tiles.name] = [one for some in computed for one in some]
+        return tiles.report
 
-def test_errors_of_opening_are_raised():
-    def broken() -> None:
-        raise RuntimeError("no slides any more")
-
-    with pytest.raises(RuntimeError, match="no slides"), ReadAhead(broken, 1) as reading:
-        list(reading)
-
-
-def test_workers_take_every_slide_once(tmp_path):
-    first = new_claims(tmp_path, 5)
-    second = pickle.loads(pickle.dumps(first))
-    assert [first.take(), second.take(), second.take(), first.take()] == [0, 1, 2, 3]
-    assert (second.take(), first.take(), second.take()) == (4, None, None)
-    assert first.taken() == 5
-    (tmp_path / ".claims-left").mkdir()
-    new_claims(tmp_path, 1).remove()
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(workers, "save_slide", save)
+    monkeypatch.setattr(workers, "resume", lambda *_: None)
+    encoder = make_encoder(Wish("tests.inference.features.tiny.Tiny"))
+    options = Namespace(batch_size=batch, readers=threads)
+    run = SimpleNamespace(source=source, options=options, layout=None)
+    tasks = [SimpleNamespace(name=name, path=name) for name in ("0", "9", "20", "15")]
+    with ThreadPoolExecutor(threads) as pool:
+        work = TileWork(run, encoder, CPU, precision_of("float32", CPU), pool)
+        alone = SingleProcess()
+        reports = list(process(tasks, Team(alone), alone, work))
+    assert [one.failed for one in reports] == [True, True, True, False]
+    notes = ["RuntimeError: no slide", "not finite", "bad", ""]
+    assert all(note in one.note for note, one in zip(notes, reports, strict=True))
+    assert list(found) == ["15"]
+    images = torch.stack([torch.full((600, 600, 3), n, dtype=torch.uint8) for n in range(15)])
+    with torch.inference_mode():
+        wanted = encoder.network(work._preprocess(images))
+    np.testing.assert_allclose(np.stack(found["15"]), wanted, rtol=1e-4, atol=1e-5)
+    assert all(one.closed for one in source.opened)

@@ -15,14 +15,15 @@ from PIL import Image
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.bags import open_tile_bags
 from spatialdl.data.feature_file import write_features
-from spatialdl.inference.predicting.bag_maps import (
+from spatialdl.inference.predicting.bags import (
     BagPlaces,
+    BagWork,
     save_bag_maps,
     shares_below,
     tile_span,
 )
-from spatialdl.inference.predicting.bag_run import BagPredictor, run
-from spatialdl.inference.predicting.checks import check_config
+from spatialdl.inference.predicting.batch import run
+from spatialdl.inference.predicting.maps import MapFolder
 from spatialdl.inference.predicting.trained import find_trained
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
@@ -46,13 +47,13 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def predicted(monkeypatch):
     """Names of slides that are predicted rather than loaded from records."""
-    names, predict = [], BagPredictor.predict
+    names, opened = [], BagWork.open
 
-    def noted(self, file, key):
+    def noted(self, file):
         names.append(file.slide)
-        return predict(self, file, key)
+        return opened(self, file)
 
-    monkeypatch.setattr(BagPredictor, "predict", noted)
+    monkeypatch.setattr(BagWork, "open", noted)
     return names
 
 
@@ -116,20 +117,6 @@ def test_features_of_another_encoder_are_refused(tmp_path, trained) -> None:
         run(config(f"ckpt_path={folder / 'run'}", *words), tmp_path, SingleProcess())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("features=x parallel=sp", "bags of features are not split"),
-        ("features=x tile_size=256", "tile_size=256 is for images"),
-        ("features=x shards=y", "shards=y is for images"),
-    ],
-)
-def test_keys_of_images_are_refused(trained, words, message) -> None:
-    folder, _ = trained
-    with pytest.raises(ValueError, match=message):
-        check_config(config(f"ckpt_path={folder / 'run'}", *words.split()))
-
-
 def test_a_network_trained_with_its_encoder_predicts_tiles(tmp_path) -> None:
     folder = write_tile_bags(tmp_path)
     words = (*(f"model.encoder.{key}" for key in ENCODER), "trainer.max_epochs=1")
@@ -159,18 +146,17 @@ def test_a_killed_run_resumes(tmp_path, trained, predicted, monkeypatch) -> None
     out, bags = tmp_path / "out", tmp_path / "bags"
     write_bags(bags, (5, 4, 6))
     out.mkdir()
-    words, draw = (f"ckpt_path={folder / 'run'}", f"features={bags}"), BagPredictor._draw
+    words, draw = (f"ckpt_path={folder / 'run'}", f"features={bags}"), BagWork._draw
 
-    def draw_or_die(self, file, *rest):
-        files = draw(self, file, *rest)
-        if file.slide == "s1":
+    def draw_or_die(self, where, *rest):
+        draw(self, where, *rest)
+        if where.name == "s1":
             raise Killed
-        return files
 
-    monkeypatch.setattr(BagPredictor, "_draw", draw_or_die)
+    monkeypatch.setattr(BagWork, "_draw", draw_or_die)
     with pytest.raises(Killed):
         run(config(*words), out, SingleProcess())
-    monkeypatch.setattr(BagPredictor, "_draw", draw)
+    monkeypatch.setattr(BagWork, "_draw", draw)
     assert not (out / "slides.csv").exists()
     predicted.clear()
     assert run(config(*words), out, SingleProcess())
@@ -179,48 +165,30 @@ def test_a_killed_run_resumes(tmp_path, trained, predicted, monkeypatch) -> None
     assert (out / "slides.csv").read_bytes() == (tmp_path / "at_once" / "slides.csv").read_bytes()
     for file in (tmp_path / "at_once").glob("*.tif"):
         assert (out / file.name).read_bytes() == file.read_bytes()
-
-
-def test_what_has_changed_or_is_missing_is_predicted_again(tmp_path, trained, predicted) -> None:
-    folder, _ = trained
-    bags, out = tmp_path / "bags", tmp_path / "out"
-    out.mkdir()
-    write_bags(bags, (5, 2, 3))
-    words = (f"ckpt_path={folder / 'run'}", f"features={bags}")
-
-    def again(*more):
-        predicted.clear()
-        assert run(config(*words, *more), out, SingleProcess())
-        return list(predicted)
-
-    assert again() == ["s0", "s1", "s2"]
-    assert again("table=csv", "device=cpu") == []
     (out / "s1-attention.png").unlink()
-    assert again() == ["s1"]
-    write_features(bags / "s2.h5", np.ones((4, WIDTH)), np.zeros((4, 2), int))
-    assert again() == ["s2"]
-    assert [row["tiles"] for row in read_rows(out / "slides.csv")] == ["5", "2", "4"]
     record = out / "records" / "s0.npz"
     record.write_bytes(record.read_bytes()[:-20])
-    assert again() == ["s0"]
-    assert again("maps=false") == ["s0", "s1", "s2"]
-    assert again("maps=false", "overwrite=true") == ["s0", "s1", "s2"]
+    everything = ["s0", "s1", "s2"]
+    for more, expected in (((), everything[:2]), (("maps=false", "overwrite=true"), everything)):
+        predicted.clear()
+        assert run(config(*words, *more), out, SingleProcess())
+        assert predicted == expected
 
 
 def test_a_key_follows_features_slide_and_settings(tmp_path, trained):
     slide, network = tmp_path / "a.tif", find_trained(str(trained[0] / "run"), SingleProcess())
     slide.touch()
 
-    def key(bag, slides=(), *words):
+    def key(bag, *words):
         given = config("ckpt_path=x", "features=y", *words)
-        return BagPredictor(network, given, tmp_path, dict(slides)).key(bag)
+        return BagWork(network, given, tmp_path, [bag]).key(bag)
 
     bag = write_features(tmp_path / "a.h5", np.ones((2, 3)), None)
     found = {
-        *(key(bag), key(bag, {"a": slide}), key(bag, (), "maps=false")),
-        key(bag, (), "precision=float64"),
+        *(key(bag), key(bag, f"slides={slide}"), key(bag, "maps=false")),
+        key(bag, "precision=float64"),
     }
-    assert key(bag, (), "table=parquet") in found
+    assert key(bag, "table=parquet") in found
     bag = write_features(tmp_path / "a.h5", np.ones((3, 3)), None)
     found.add(key(bag))
     assert len(found) == 5
@@ -262,8 +230,9 @@ def test_a_heat_map_is_where_the_tiles_are(tmp_path) -> None:
     places = BagPlaces.of(file, None)
     assert places.extent == (512, 512)
     attention = np.array([0.1, 0.7, 0.2])
-    files = save_bag_maps(tmp_path, "a", attention, places, None, "attention")
-    assert sorted(files) == ["a-attention.png", "a-attention.tif", "a.geojson"]
+    where = MapFolder(tmp_path, "a")
+    save_bag_maps(where, attention, places, None, "attention")
+    assert sorted(where.files) == ["a-attention.png", "a-attention.tif", "a.geojson"]
     pixels = tifffile.imread(tmp_path / "a-attention.tif")
     half = len(pixels) // 2
     assert (pixels[:half, :half] == 1).all()

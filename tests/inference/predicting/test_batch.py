@@ -6,6 +6,7 @@ import csv
 import shutil
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from zipfile import ZIP_LZMA, ZIP_STORED, ZipFile
 
 import numpy as np
@@ -17,6 +18,7 @@ from spatialdl.inference.predicting.batch import run
 from spatialdl.inference.predicting.records import (
     PredictionRecord,
     SlideReport,
+    SlideResult,
     key_of,
     save_tables,
     slide_columns,
@@ -99,11 +101,15 @@ def record(
     return PredictionRecord(name, "key", places, span, np.array(values), 1, ["a.tif"])
 
 
+def result(name: str, *values: tuple[float, ...], **more: Any) -> SlideResult:
+    return SlideResult(SlideReport(name, len(values)), record(name, *values, **more))
+
+
 RECORDS = [
     record("a", (0.2, 0.8), (0.6, 0.4), (0.55, 0.45)),
     record("b", (0.1, 0.9)),
 ]
-REPORTS = [SlideReport("a", 3), SlideReport("b", 1)]
+RESULTS = [SlideResult(SlideReport(one.name, len(one.values)), one) for one in RECORDS]
 
 
 def test_a_row_a_tile_and_a_row_a_slide():
@@ -113,7 +119,7 @@ def test_a_row_a_tile_and_a_row_a_slide():
     assert (tiles["x"], tiles["y"]) == ([0, 2, 4, 0], [1, 3, 5, 1])
     assert (tiles["width"], tiles["height"]) == ([8.0] * 4, [16.0] * 4)
     assert tiles["probability_no"] == [0.2, 0.6, 0.55, 0.1]
-    slides = slide_columns(RECORDS, REPORTS, ["no", "yes"], "classification")
+    slides = slide_columns(RESULTS, ["no", "yes"], "classification")
     assert (slides["slide"], slides["tiles"]) == (["a", "b"], [3, 1])
     assert slides["predicted"] == ["yes", "yes"]
     assert (slides["status"], slides["reason"]) == (["processed"] * 2, ["", ""])
@@ -122,18 +128,20 @@ def test_a_row_a_tile_and_a_row_a_slide():
 
 
 def test_slides_that_failed_have_a_row():
-    reports = [
-        SlideReport("x", problem="cannot open slide x", failed=True),
-        REPORTS[1],
-        SlideReport("a", 3, remark="1 tile could not be read", failed=True),
+    results = [
+        SlideResult(SlideReport("x", problem="cannot open slide x", failed=True)),
+        RESULTS[1],
+        SlideResult(
+            SlideReport("a", 3, remark="1 tile could not be read", failed=True), RECORDS[0]
+        ),
     ]
-    slides = slide_columns(RECORDS, reports, ["no", "yes"], "classification")
+    slides = slide_columns(results, ["no", "yes"], "classification")
     assert slides["slide"] == ["x", "b", "a"]
     assert slides["tiles"] == [0, 1, 3]
     assert slides["predicted"] == [None, "yes", "yes"]
     assert slides["probability_no"][:2] == [None, 0.1]
     assert slides["status"] == ["failed", "processed", "damaged"]
-    assert slides["reason"] == ["cannot open slide x", "", "1 tile could not be read"]
+    assert slides["reason"] == ["cannot open slide x", "", "1 tile lost"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +154,7 @@ def test_slides_that_failed_have_a_row():
 )
 def test_columns_of_a_task(task, columns):
     tiles = tile_columns(RECORDS, ["p", "q"], task)
-    slides = slide_columns(RECORDS, REPORTS, ["p", "q"], task)
+    slides = slide_columns(RESULTS, ["p", "q"], task)
     assert list(tiles) == ["slide", "x", "y", "width", "height", *columns]
     assert [one for one in slides if one != "vote"] == [
         *("slide", "tiles", *columns, "status", "reason")
@@ -167,24 +175,24 @@ def read_table(path: Path) -> dict[str, list[object]]:
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_numbers_and_names_come_back_as_they_were(kind, tmp_path):
     heads = []
-    for found in ([], RECORDS):  # also without a slide
-        paths = save_tables(tmp_path, found, [], ["no", "yes"], "classification", kind)
+    for found in ([], RESULTS):  # also without a slide
+        paths = save_tables(tmp_path, found, ["no", "yes"], "classification", kind)
         assert [path.name for path in paths] == [f"predictions.{kind}", f"slides.{kind}"]
         heads.append([list(read_table(path)) for path in paths])
     assert heads[0] == heads[1]
     names = ['a, "b"\nc', "näme", "half \ud800"]  # the last is no Unicode
     values = np.random.default_rng(0).random((3, 2))
-    records = [record(name, tuple(row)) for name, row in zip(names, values, strict=True)]
-    path, _ = save_tables(tmp_path, records, [], ["p", "ä,q"], "regression", kind)
+    results = [result(name, tuple(row)) for name, row in zip(names, values, strict=True)]
+    path, _ = save_tables(tmp_path, results, ["p", "ä,q"], "regression", kind)
     found = read_table(path)
     assert found["slide"] == [*names[:2], r"half \ud800"]
     assert [float(value) for value in found["predicted_ä,q"]] == values[:, 1].tolist()
 
 
 def test_tiles_of_which_nobody_knows_the_size_have_none(tmp_path):
-    records = [record("a", (0.2, 0.8), span=None), record("b", (0.1, 0.9))]
+    results = [result("a", (0.2, 0.8), span=None), result("b", (0.1, 0.9))]
     for kind, nothing in (("csv", ""), ("parquet", None)):
-        path, _ = save_tables(tmp_path, records, [], ["no", "yes"], "classification", kind)
+        path, _ = save_tables(tmp_path, results, ["no", "yes"], "classification", kind)
         found = read_table(path)
         assert found["width"][0] == found["height"][0] == nothing
         assert (float(found["width"][1]), float(found["height"][1])) == (8, 16)

@@ -15,9 +15,9 @@ from PIL import Image
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.image_source import whole_box
 from spatialdl.data.views import Views
-from spatialdl.inference.predicting.pictures import Overview, TileMap, save_overlay
-from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap, to_file
-from spatialdl.inference.predicting.turning import turned_views, turns
+from spatialdl.inference.predicting.maps import Overview, TileMap
+from spatialdl.inference.predicting.pictures import save_overlay
+from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap, to_file, turned_views, turns
 from spatialdl.slides.reading.reader import Thumbnail
 from spatialdl.training.pictures.thumbnails import HEAT_COLOURS, HEAT_OPACITY
 
@@ -41,18 +41,8 @@ def test_a_tile_fills_its_place_and_overlaps_are_means():
     assert np.isnan(image[8:, 20:]).all()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
-def test_bands_do_not_depend_on_their_rows(rows):
-    rng = np.random.default_rng(0)
-    places, values = rng.integers(-3, 80, (20, 2)), rng.random((20, 2, 3, 3))
-    found = TileMap(places, (17.5, 17.5), (91, 77), values)
-    for column in (0, 1):
-        expected = whole(found, column, 1000)
-        assert np.array_equal(whole(found, column, rows), expected, equal_nan=True)
-
-
 def test_an_overview_has_the_means_of_what_is_known(monkeypatch):
-    monkeypatch.setattr("spatialdl.inference.predicting.pictures.LONGEST", 4)
+    monkeypatch.setattr("spatialdl.inference.predicting.maps.LONGEST", 4)
     image = np.random.default_rng(0).random((11, 7))
     image[:3, :3] = np.nan
     image[4, 5] = np.nan
@@ -174,19 +164,6 @@ class Array:
 def views_of(*size: int, view: tuple[int, ...] | None = None) -> Views:
     pixels = np.random.default_rng(0).integers(0, 255, (*size, 2), np.uint8)
     return Views(Array(pixels), view or size)
-
-
-@pytest.mark.parametrize(
-    ("name", "dims", "count"),
-    [(None, 2, 1), ("flips", 2, 4), ("d4", 2, 8), ("flips", 3, 8), ("d4", 3, 8), ("flips", 1, 2)],
-)
-def test_turns_are_all_different(name, dims, count):
-    found = turns(name, dims)
-    image = np.random.default_rng(0).random((*(3, 3, 3)[:dims], 1))
-    seen = {turn.pixels(image).tobytes() for turn in found}
-    assert len(found) == len(seen) == count
-    assert found[0].is_identity
-    assert not any(turn.is_identity for turn in found[1:])
 
 
 def test_the_view_is_turned_and_not_what_is_stored():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,27 @@ import torch
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import SlideError
-from spatialdl.inference.predicting import spatial_data
+from spatialdl.inference.predicting import checks, maps
 from spatialdl.inference.predicting.checks import check_config
-from spatialdl.inference.predicting.geojson import region_features, save_geojson, tile_features
 from spatialdl.inference.predicting.inputs import Input, SlideImages
+from spatialdl.inference.predicting.maps import MapClasses, MapFolder, save_maps
 from spatialdl.inference.predicting.pieces import MapPiece
-from spatialdl.inference.predicting.results import Maps
+from spatialdl.inference.predicting.polygons import region_features, save_geojson, tile_features
 from spatialdl.inference.predicting.running import SlideOutput
 from spatialdl.slides.finding.annotations import read_annotations
 from tests.composing import composed
-from tests.inference.predicting.runs import known_network, write_slide
+from tests.inference.predicting.runs import write_slide
 
 EXTENT, SPAN = (203, 187), (64.0, 64.0)
 PLACES = [(0, 0), (64, 0), (96, 64), (16, 128)]
 VALUES = np.array([[0.903, 0.097], [0.6, 0.4], [0.251, 0.749], [0.4475, 0.5525]])
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch) -> None:
+    """Pictures are drawn in the first test only, as that takes long."""
+    if "values_at_their_places" not in request.node.name:
+        monkeypatch.setattr(maps, "save_overlay", lambda path, *_: path.touch())
 
 
 @pytest.fixture
@@ -42,9 +50,19 @@ def tiles_of(slide: Path | None, size: tuple[int, int] = (32, 32)) -> Input:
     return Input("a", images, size, PLACES, SPAN, EXTENT, 0.25, slide)
 
 
-def saved(folder: Path, given: Input, outcome: SlideOutput, **more: Any) -> list[str]:
-    trained = known_network(more.pop("classes", ("no", "yes")), **more)
-    return Maps(folder, given, trained, range(len(trained.classes)), SingleProcess()).save(outcome)
+def saved(
+    folder: Path,
+    given: Input,
+    outcome: SlideOutput,
+    shown: Sequence[int] = (0, 1),
+    task: str = "classification",
+    classes: Sequence[str] = ("no", "yes"),
+    **more: Any,
+) -> list[str]:
+    where = MapFolder(folder, "a")
+    found = MapClasses(task, classes, shown)
+    save_maps(where, given, outcome, found, SingleProcess(), **more)
+    return where.files
 
 
 def grey(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
@@ -142,13 +160,12 @@ def region(slide: Path, mpp: float | None = 0.25) -> tuple[Input, torch.Tensor]:
 
 @pytest.mark.parametrize("longest", [1600, 52])  # small maps with pixels of 2 x 2
 def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monkeypatch):
-    monkeypatch.setattr("spatialdl.inference.predicting.pictures.LONGEST", longest)
+    monkeypatch.setattr("spatialdl.inference.predicting.maps.LONGEST", longest)
     given, values = region(slide)
     outcome = SlideOutput(
         pieces=[MapPiece((0, 0), values[:, :13]), MapPiece((13, 0), values[:, 13:])]
     )
-    trained = known_network(("no", "yes"), "segmentation")
-    names = Maps(tmp_path, given, trained, [1], SingleProcess()).save(outcome)
+    names = saved(tmp_path, given, outcome, [1], "segmentation")
     assert sorted(names) == ["a-heatmap.png", "a-yes.tif", "a.geojson"]
     image, _ = grey(tmp_path / "a-yes.tif")
     expected = np.zeros((102, 94), np.uint8)
@@ -165,7 +182,9 @@ def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monk
 def test_classes_have_files_of_their_own_whatever_they_are_called(tmp_path):
     classes = ("a", "A", "a_0", "b/c", "b c", "x" * 50 + "1", "x" * 50 + "2")
     values = torch.arange(7.0).div(17).repeat(4, 1).double()
-    names = saved(tmp_path, tiles_of(None), SlideOutput(values, range(4)), classes=classes)
+    names = saved(
+        tmp_path, tiles_of(None), SlideOutput(values, range(4)), range(7), classes=classes
+    )
     files = [name for name in names if name.endswith(".tif")]
     assert len({name.casefold() for name in files}) == len(classes)
     found = {told["class"]: image.max() for image, told in map(grey, map(tmp_path.joinpath, files))}
@@ -176,13 +195,10 @@ def test_classes_have_files_of_their_own_whatever_they_are_called(tmp_path):
 # --- SpatialData stores, read back by the library: elements and coordinate systems
 
 
-def stored(
-    folder: Path, given: Input, outcome: SlideOutput, shown: Any = (0, 1), **more: Any
-) -> Any:
+def stored(folder: Path, given: Input, outcome: SlideOutput, *more: Any) -> Any:
     """The written store, opened."""
     spatialdata = pytest.importorskip("spatialdata", reason="pip install 'spatialdl[spatialdata]'")
-    trained = known_network(("no", "yes"), **more)
-    names = Maps(folder, given, trained, shown, SingleProcess(), store=True).save(outcome)
+    names = saved(folder, given, outcome, *more, store=True)
     assert all((folder / name).is_file() for name in names)
     assert not [*folder.glob(".*.tmp")]
     return spatialdata.read_zarr(folder / "a.zarr")
@@ -238,7 +254,7 @@ def test_maps_and_picture_lie_on_the_slide(slide: Path, tmp_path: Path) -> None:
 def test_regions_of_a_map(slide: Path, tmp_path: Path) -> None:
     given, values = region(slide, None)
     outcome = SlideOutput(pieces=[MapPiece((0, 0), values)])
-    store = stored(tmp_path, given, outcome, [1], task="segmentation")
+    store = stored(tmp_path, given, outcome, [1], "segmentation")
     (one,) = store.shapes["regions"].geometry
     assert np.allclose(one.bounds, [30 + 40, 14, 30 + 100, 14 + 80], atol=2)
     table = store.tables["predictions"]
@@ -247,7 +263,7 @@ def test_regions_of_a_map(slide: Path, tmp_path: Path) -> None:
     assert store.coordinate_systems == ["global"]  # of a slide without a resolution
     # a store that is there is replaced, and may have no region
     none = SlideOutput(pieces=[MapPiece((0, 0), torch.full((2, 40, 50), 0.5).double())])
-    store = stored(tmp_path, given, none, [1], task="segmentation")
+    store = stored(tmp_path, given, none, [1], "segmentation")
     assert not store.shapes
     assert set(store.images) == {"slide", "probability"}
 
@@ -255,7 +271,7 @@ def test_regions_of_a_map(slide: Path, tmp_path: Path) -> None:
 def test_the_library_is_asked_for_before_work_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spatial_data, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     (tmp_path / "checkpoint.json").touch()
     words = f"ckpt_path={tmp_path} slides={tmp_path}"
     check_config(composed("predict", *words.split()))
@@ -298,22 +314,16 @@ def test_a_tile_of_several_classes_has_all_of_them(tmp_path):
         read_annotations(tmp_path / "a.geojson")
 
 
-def test_a_compressed_file_has_the_same_features(tmp_path):
-    places = np.arange(2000).reshape(1000, 2)
-    values = np.random.default_rng(0).random((1000, 2))
-    for name in ("a.geojson", "a.geojson.gz", "b.geojson.gz"):
-        found = tile_features(places, (5, 5), (9000, 9000), values, ["no", "yes"], one_class=True)
-        save_geojson(tmp_path / name, found)
-    packed = (tmp_path / "a.geojson.gz").read_bytes()
-    assert gzip.decompress(packed) == (tmp_path / "a.geojson").read_bytes()
-    assert len(packed) < (tmp_path / "a.geojson").stat().st_size / 4
-
-
-def test_what_fails_leaves_no_file(tmp_path):
+@pytest.mark.parametrize("ending", ["geojson", "geojson.gz"])
+def test_what_fails_leaves_no_file(ending, tmp_path):
     def broken():
         yield {"type": "Feature"}
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError):
-        save_geojson(tmp_path / "a.geojson.gz", broken())
+        save_geojson(tmp_path / f"a.{ending}", broken())
     assert not list(tmp_path.iterdir())
+    save_geojson(tmp_path / f"a.{ending}", [{"type": "Feature"}])
+    opened = gzip.open if ending.endswith("gz") else open
+    with opened(tmp_path / f"a.{ending}") as file:
+        assert json.load(file)["features"] == [{"type": "Feature"}]

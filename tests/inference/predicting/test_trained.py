@@ -54,13 +54,6 @@ def changed(run, tmp_path):
     return found
 
 
-def test_what_it_says_of_a_network(run):
-    found = find_trained(str(run), SingleProcess())
-    assert (found.step, found.task, found.image_size) == (2, "classification", (32, 32))
-    assert (found.channels, found.classes, found.background) == (3, ("0", "1", "2"), None)
-    assert (found.kind, dict(found.made_with)) == (None, {})
-
-
 def test_names_of_classes_are_as_many_as_outputs(changed):
     assert changed(data={"classes": ["a", "b", "c"]}).classes == ("a", "b", "c")
     assert changed(data={"classes": ["a"]}).classes == ("a", "1", "2")
@@ -110,13 +103,6 @@ def test_older_checkpoints_have_the_default_normalisation(run, changed):
     found.check_pixels("a", np.dtype("uint16"))
 
 
-def test_floats_of_any_width_are_scaled_alike(changed):
-    found = changed(config__data__scale=3000, data={"input": {"dtype": "float64"}})
-    found.check_pixels("a", np.dtype("float32"))
-    with pytest.raises(ValueError, match="a has pixels of uint8"):
-        found.check_pixels("a", np.dtype("uint8"))
-
-
 @pytest.mark.parametrize(
     ("key", "wrong"),
     [("mean", float("nan")), ("std", [0.2, 0.2]), ("std", 0), ("scale", "all"), ("mean", "clip")],
@@ -124,11 +110,6 @@ def test_floats_of_any_width_are_scaled_alike(changed):
 def test_a_normalisation_that_cannot_be_is_refused(changed, key, wrong):
     with pytest.raises(CheckpointError, match=rf"does not record how .*data\.{key}"):
         changed(**{f"config__data__{key}": wrong})
-
-
-def test_pixels_of_an_unknown_type_are_refused(changed):
-    with pytest.raises(CheckpointError, match="dtype is 'int7', expected one of uint8"):
-        changed(data={"input": {"dtype": "int7"}})
 
 
 def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_path):
@@ -149,7 +130,6 @@ def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_pat
         ("config__data__channels", 0),
         ("config__data__num_classes", 2**21),
         ("config__data__image_size", [32]),
-        ("config__data__image_size", [32, 0]),
         ("config__data__background", "white"),
         ("config__task__name", 3),
         ("config__model___target_", None),
@@ -157,9 +137,8 @@ def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_pat
         ("data", {"classes": [1, 2, 3]}),
         ("data", {"made_with": [1]}),
         ("data", {"geometry": {"orientation": "XYZ", "spacing": None}}),
-        ("data", {"geometry": {"orientation": None}}),
         ("data", {"geometry": "SAR"}),
-        ("config__data", {}),
+        ("data", {"input": {"dtype": "int7"}}),
     ],
 )
 def test_what_cannot_be_is_refused(key, value, changed):
@@ -170,8 +149,7 @@ def test_what_cannot_be_is_refused(key, value, changed):
 @pytest.mark.parametrize(
     "name",
     [
-        *("spatialdl.models.resnet18", "spatialdl.models.unet", "spatialdl.models.wide_view"),
-        *("spatialdl.models.amoebanet_d", "spatialdl.models.resnet110_v2"),
+        *("spatialdl.models.resnet18", "spatialdl.models.wide_view"),
         *("spatialdl.models.resnet.BasicBlock", "torch.nn.ReLU", "torch.nn.modules.linear.Linear"),
     ],
 )

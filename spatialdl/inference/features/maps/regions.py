@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from spatialdl.errors import SlideError
 from spatialdl.inference.features.encoders.encoder import Encoder
 from spatialdl.inference.features.sources import SlideSource
-from spatialdl.inference.predicting.inputs import SlideImages
+from spatialdl.inference.predicting.inputs import SlideImages, region_images
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task, initial_report
-from spatialdl.slides.cutting.tiling import plan_whole
+from spatialdl.slides.cutting.grid import Wanted
+from spatialdl.slides.cutting.tiling import plan_tiles
 from spatialdl.spatial.meta import meta_copy, on_meta
 
 _FAR = 30240  # pixels; a multiple of all usual strides, such as 32 and 224
@@ -100,35 +100,18 @@ class RegionSource(SlideSource):
         """
         started, options = time.monotonic(), self.options
         with self._opened(task) as slide:
-            plan = self.choosing.plan(slide, None, min_tissue=0.0)
-            report = initial_report(task, slide, plan, whole=True)
-            own = self.choosing.own_colours(slide, plan)
-            if isinstance(own, str):
-                raise SlideError(own)
-            whole = plan_whole(slide, plan)
+            wanted = Wanted(options.mpp, options.mag, options.level)
+            finder = self.choosing.finder(slide)
+            plan = plan_tiles(slide, options.tile_size, wanted, 0.0, finder=finder)
+            report = initial_report(task, slide, plan, options)
+            report.in_grid = 1
+            images = region_images(slide, plan, self.choosing, options.slide_mpp, stride.multiple)
             report.seconds = time.monotonic() - started
-            if whole is None:
+            if images is None:
                 report.note = "no tissue found"
                 return report, None
             report.with_tissue = 1
-            images = SlideImages(
-                task.path,
-                options.slide_mpp,
-                [(whole.x, whole.y)],
-                (
-                    _multiple(whole.size[0], stride.multiple[0]),
-                    _multiple(whole.size[1], stride.multiple[1]),
-                ),
-                whole.scale,
-                plan.background,
-            )
-            if own is not None:
-                images.choosing, images.own = self.choosing, own
             return report, SlideRegion(task.name, images, slide.size, slide.known_mpp)
-
-
-def _multiple(length: int, of: int) -> int:
-    return -(-length // of) * of
 
 
 # --- the stride, found on the meta device

@@ -24,7 +24,7 @@ from spatialdl.data.feature_file import FEATURES
 from spatialdl.errors import SlideError
 from spatialdl.inference.features.maps.regions import SlideRegion
 from spatialdl.inference.features.results import ResultFolders
-from spatialdl.inference.predicting.agreed_errors import agreeing
+from spatialdl.inference.predicting.loop import agreeing
 from spatialdl.inference.predicting.pictures import new_figure, save_figure
 from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap
 from spatialdl.slides.reading.reader import Slide, Thumbnail

@@ -9,9 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from spatialdl.inference.features.encoders.encoder import Wish
+from spatialdl.inference.features.encoders.encoder import Preprocess, Wish
 from spatialdl.inference.features.encoders.making import make_encoder
-from spatialdl.inference.features.encoders.preprocessing import Preprocess
 from tests.inference.features.encoders.test_preprocessing import tiles_of
 
 transformers = pytest.importorskip("transformers")
@@ -73,20 +72,6 @@ def test_a_pooler_without_weights_is_not_used(tmp_path):
     assert encoder.digest() == make_encoder(Wish(name)).digest()
     with pytest.raises(ValueError, match=r"no weights for pooler.dense.* would be random"):
         make_encoder(Wish(name, pool="pooler"))
-
-
-def test_registers_are_no_patches(tmp_path):
-    torch.manual_seed(4)
-    config = transformers.Dinov2WithRegistersConfig(
-        **SIZES, image_size=32, patch_size=8, num_register_tokens=3
-    )
-    model = transformers.Dinov2WithRegistersModel(config).eval()
-    folder, images = folder_of(tmp_path / "dino", model), torch.rand(2, 3, 32, 32)
-    with torch.inference_mode():
-        hidden = model(pixel_values=images).last_hidden_state
-        assert hidden.shape[1] == 1 + 3 + 16
-        found = make_encoder(Wish(f"transformers:{folder}", pool="mean")).network(images)
-    torch.testing.assert_close(found, hidden[:, 4:].mean(1))
 
 
 def test_a_network_with_a_map_gives_its_mean(tmp_path):

@@ -7,9 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from spatialdl.inference.features.encoders.encoder import Wish
+from spatialdl.inference.features.encoders.encoder import Preprocess, Preprocessing, Wish, centred
 from spatialdl.inference.features.encoders.making import make_encoder
-from spatialdl.inference.features.encoders.preprocessing import Preprocess, Preprocessing, centred
 from tests.inference.features.tiny import Tiny
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
@@ -28,13 +27,6 @@ def levels(images: torch.Tensor) -> torch.Tensor:
     """From 0 to 255, (tiles, rows, cols, 3)."""
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     return ((images.double() * std + mean) * 255).permute(0, 2, 3, 1)
-
-
-def test_a_tile_of_the_size_is_normalised_and_nothing_else():
-    tiles = tiles_of(32)
-    found = Preprocess(Preprocessing(32, MEAN, STD), torch.float64)(tiles)
-    assert found.shape == (3, 3, 32, 32)
-    torch.testing.assert_close(levels(found), tiles.double(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -77,15 +69,6 @@ def test_what_cannot_be_done_is_refused(wrong, message):
 
 
 TINY = "tests.inference.features.tiny.Tiny"
-
-
-def test_attributes_and_options_say_what_it_wants():
-    encoder = make_encoder(Wish(TINY, arguments={"width": 7}))
-    assert encoder.width() == 7
-    steps = encoder.preprocessing
-    assert (steps.size, steps.mean, steps.std) == (64, (0.5, 0.4, 0.3), (0.25, 0.2, 0.3))
-    other = make_encoder(Wish(TINY, size=32, std=(1.0, 2.0, 3.0))).preprocessing
-    assert (other.size, other.std) == (32, (1.0, 2.0, 3.0))
 
 
 def test_weights_of_a_file_are_loaded(tmp_path):

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spatialdl.inference.features.encoders.encoder import Encoder
-from spatialdl.inference.features.encoders.preprocessing import Preprocessing
+from spatialdl.inference.features.encoders.encoder import Encoder, Preprocessing
 from spatialdl.inference.features.maps.regions import SlideRegion
 from spatialdl.inference.predicting.inputs import SlideImages
 from tests.inference.predicting.runs import write_slide

@@ -13,15 +13,16 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import SlideError
 from spatialdl.inference.features.maps import writing
 from spatialdl.inference.features.maps.regions import Stride, stride_of
+from spatialdl.inference.features.maps.running import MapNetwork, RegionParts
 from spatialdl.inference.features.maps.writing import (
     FoundMap,
-    as_colours,
     components_of,
     save_map,
     save_picture,
 )
 from spatialdl.inference.features.results import MAPS, ResultFolders
 from spatialdl.inference.predicting.pieces import MapPiece
+from spatialdl.training.optimization.precision import precision_of
 from tests.inference.features.maps.networks import Convolved, Pooling, encoder_of, region_of
 
 
@@ -110,23 +111,6 @@ def test_components_are_those_of_all_cells():
         np.testing.assert_allclose(found.of(piece).values, wanted, atol=1e-5)
 
 
-def test_few_features_and_equal_cells_have_components():
-    found = components_of([MapPiece((0, 0), torch.ones(2, 3, 3))], 2, SingleProcess())
-    assert found.directions.shape == (2, 2)
-    assert found.parts.tolist() == [0, 0]
-    assert not found.of(MapPiece((0, 0), torch.ones(2, 3, 3))).values.any()
-
-
-def test_components_are_stretched_and_missing_ones_are_grey():
-    values = np.linspace(-3, 5, 101, dtype=np.float32)[None, None].repeat(2, 0)
-    values[1] = 7  # of one value
-    colours = as_colours(values)
-    assert colours.shape == (1, 101, 3)
-    assert colours[0, 0, 0] == colours[0, 1, 0] == 0
-    assert colours[0, 50].tolist() == [128, 127, 127]
-    assert colours[0, 100, 0] == colours[0, 99, 0] == 255
-
-
 def test_a_region_is_drawn_beside_its_map(tmp_path):
     region = region_of(tmp_path / "a.tif", (60, 200))
     colours = np.zeros((15, 50, 3), np.uint8)
@@ -176,8 +160,51 @@ def test_features_that_are_not_finite_are_not_written(tmp_path):
         found.stored("float32", SingleProcess())
 
 
-def test_a_folder_that_is_gone_is_an_error(tmp_path):
-    found = found_map(tmp_path, torch.zeros(2, 5, 5))
-    (tmp_path / "maps").rmdir()
-    with pytest.raises(OSError, match="maps"):
-        save_map(ResultFolders(tmp_path, MAPS), found, {}, None, SingleProcess())
+# --- encoders on regions
+
+
+CPU = torch.device("cpu")
+
+
+def network_of(network: nn.Module, parts: RegionParts, precision: str = "float64") -> MapNetwork:
+    return MapNetwork(
+        encoder_of(network), CPU, precision_of(precision, CPU), parts, SingleProcess()
+    )
+
+
+def test_regions_that_are_too_small_or_cannot_be_read_are_reported(tmp_path):
+    region = region_of(tmp_path / "a.tif", (64, 64))
+    with pytest.raises(SlideError, match=r"64x64 is smaller than --grid 65,1"):
+        network_of(Convolved(), RegionParts((65, 1))).run(region)
+    data = region.images.path.read_bytes()
+    region.images.close()
+    region.images.path.write_bytes(data[: len(data) // 4])
+    with pytest.raises(SlideError, match=r"a\.tif"):
+        network_of(Convolved(), RegionParts((1, 1))).run(region)
+
+
+class Raising(Convolved):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, images):
+        raise self.error
+
+
+def test_too_little_memory_is_refused_with_what_helps(tmp_path):
+    region = region_of(tmp_path / "a.tif", (64, 64))
+    with pytest.raises(ValueError, match=r"64x64 does not fit into the device's memory: use more"):
+        network_of(Raising(torch.OutOfMemoryError("no")), RegionParts((1, 1))).run(region)
+
+
+class Sorting(nn.Module):
+    def forward(self, images):
+        return images.sort(2).values
+
+
+def test_what_cannot_be_split_is_refused_by_name(tmp_path):
+    region = region_of(tmp_path / "a.tif", (64, 64))
+    with pytest.raises(ValueError, match=r"the encoder cannot be split: .*sort"):
+        network_of(Sorting(), RegionParts((2, 2))).run(region)
+    network_of(Sorting(), RegionParts((1, 1))).run(region)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.inference.evaluating.evaluation import run
-from tests.inference.evaluating.cases import command, write_rows
+from tests.inference.evaluating.cases import command, read_rows, write_rows
 from tests.inference.predicting.runs import MAPS, NETWORK, train, write_slide
 from tests.mpi.device import device_key
 
@@ -74,14 +73,9 @@ def evaluate(folder: Path, kind: str, comm: Any, layout: str) -> Path:
     return out
 
 
-def cells(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def assert_equal(path: Path, other: Path) -> int:
     """Compares cells, numbers to 1e-10, others exactly; returns the count of numbers."""
-    ours, plain = cells(path), cells(other)
+    ours, plain = read_rows(path), read_rows(other)
     assert len(ours) == len(plain)
     numbers = 0
     for one, expected in zip(ours, plain, strict=True):
@@ -107,7 +101,7 @@ def test_metrics_equal_those_of_one_process(layout, kind, case):
     assert {path.name for path in out.iterdir()} == {path.name for path in plain.iterdir()}
     for name in tables:
         assert assert_equal(out / name, plain / name) > 5, name
-    levels = {row["level"] for row in cells(out / "metrics.csv")}
+    levels = {row["level"] for row in read_rows(out / "metrics.csv")}
     assert levels == {"tile" if kind == "slides" else "image", "slide", "patient"}
 
 

@@ -14,12 +14,11 @@ from mpi4py import MPI
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.inference.features.command import compute
 from spatialdl.inference.features.encoders.making import make_encoder
+from spatialdl.inference.features.features_cli import compute, given_in, prepare
 from spatialdl.inference.features.maps import writing
 from spatialdl.inference.features.options import parsed
-from spatialdl.inference.features.preparing import given_in, prepare
-from spatialdl.inference.predicting.agreed_errors import AgreedError
+from spatialdl.inference.predicting.loop import AgreedError
 from spatialdl.training.optimization.precision import precision_of
 from tests.inference.predicting.runs import write_slide
 

@@ -9,7 +9,8 @@ from mpi4py import MPI
 
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.inference.predicting.bag_run import BagPredictor, run
+from spatialdl.inference.predicting.bags import BagWork
+from spatialdl.inference.predicting.batch import run
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, bag_config, write_bags
 from tests.fitting import fit
@@ -36,13 +37,13 @@ def test_a_run_resumes_on_other_ranks(tmp_path, monkeypatch):
         assert run(command(*words, some), folder / "out", SingleProcess())
         assert run(command(*words, every), folder / "at_once", SingleProcess())
     WORLD.barrier()
-    names, predict = [], BagPredictor.predict
+    names, opened = [], BagWork.open
 
-    def noted(self, file, key):
+    def noted(self, file):
         names.append(file.slide)
-        return predict(self, file, key)
+        return opened(self, file)
 
-    monkeypatch.setattr(BagPredictor, "predict", noted)
+    monkeypatch.setattr(BagWork, "open", noted)
     given = command(*words, every, "parallel=dp")
     for expected in (["s1", "s2", "s3", "s6", "s7", "s8"], []):
         names.clear()

@@ -21,14 +21,7 @@ from spatialdl.inference.predicting.pieces import PiecedMap
 from spatialdl.inference.predicting.running import Runner, SlideOutput
 from spatialdl.inference.predicting.trained import find_trained
 from tests.inference.predicting.runs import MAPS, NETWORK, command, train, write_slide
-from tests.inference.predicting.volumes import (
-    AFFINE,
-    UNET,
-    save,
-    train_on_labels,
-    train_on_volumes,
-    voxels,
-)
+from tests.inference.predicting.volumes import AFFINE, UNET, save, train_on_volumes, voxels
 from tests.mpi.device import device_key
 from tests.mpi.equality import slow_cases
 
@@ -231,21 +224,6 @@ def test_maps_of_volumes_equal_those_of_one_process(layout, volumes):
     assert files == {path.name for path in (volumes / "parallel=none").iterdir() if path.is_file()}
 
 
-@pytest.mark.parametrize("layout", VOLUMES[:1])
-def test_turned_volumes_equal_those_of_one_process(layout, volumes):
-    out = predict_volumes(volumes, WORLD, f"{layout} tta=flips")
-    if WORLD.rank:
-        return
-    plain = predict_volumes(volumes, SingleProcess(), "parallel=none tta=flips")
-    for name in ("a-0.nii.gz", "b-1.nii", "a-classes.nii.gz"):
-        ours, expected, once = (
-            np.asarray(nibabel.load(one / name).dataobj)
-            for one in (out, plain, volumes / "parallel=none")
-        )
-        assert np.abs(ours - expected).max() < TOLERANCE
-        assert (np.abs(expected - once).max() > 1e-5) or "classes" in name
-
-
 def test_replicas_take_volumes_of_their_own_and_tell_of_bad_ones(volumes, monkeypatch):
     if WORLD.rank == 0:
         (volumes / "mixed").mkdir()
@@ -274,28 +252,3 @@ def test_replicas_take_volumes_of_their_own_and_tell_of_bad_ones(volumes, monkey
     rows = (volumes / "out" / "volumes.csv").read_text().splitlines()[1:]
     assert [row.split(",")[0] for row in rows] == ["bad", "c", "d", "e"]
     assert ["failed" in row for row in rows] == [True, False, False, False]
-
-
-def test_what_places_of_a_volume_give_is_that_of_one_process(tmp_path):
-    folder = Path(WORLD.bcast(tmp_path))
-    given = (f"ckpt_path={folder / 'run'}", f"volumes={folder / 'a.nii.gz'}", "activation=true")
-    if WORLD.rank == 0:
-        train_on_labels(folder, "task=classification")
-        save(folder / "a.nii.gz", voxels((11, 9, 10)))
-        for name in ("plain", "sp", "dp"):
-            (folder / name).mkdir()
-        assert run(command(*given, device_key(SingleProcess())), folder / "plain", SingleProcess())
-    WORLD.barrier()
-    for name, size in (("sp", f"grid=[1,{WORLD.size},1]"), ("dp", f"data={WORLD.size}")):
-        words = (f"parallel={name}", f"parallel.{size}", device_key(WORLD))
-        assert run(command(*given, *words), folder / name, WORLD)
-    if WORLD.rank == 0:
-        files = sorted(path.name for path in (folder / "plain").glob("*.nii.gz"))
-        assert len(files) == 3
-        for name in files:
-            plain, *found = (
-                nibabel.load(folder / one / name).get_fdata() for one in ("plain", "sp", "dp")
-            )
-            assert plain.std() > 1e-3
-            for ours in found:
-                assert np.abs(ours - plain).max() < 1e-6  # of float32

@@ -13,11 +13,10 @@ from mpi4py import MPI
 
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.inference.predicting.inputs import Input, SlideImages
+from spatialdl.inference.predicting.maps import MapClasses, MapFolder, save_maps
 from spatialdl.inference.predicting.pieces import MapPiece
-from spatialdl.inference.predicting.results import Maps
 from spatialdl.inference.predicting.running import SlideOutput
 from spatialdl.layout.layout import even_bounds
-from tests.inference.predicting.runs import known_network
 
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
 SIZE, EXTENT, PLACE = (700, 41), (1500, 130), (30, 14)  # three bands of 512 rows, at half of it
@@ -37,8 +36,9 @@ def test_a_map_in_pieces_is_that_of_one_process(dim, tmp_path):
     first, last = bounds[WORLD.rank], bounds[WORLD.rank + 1]
     own = values.narrow(1 + dim, first, last - first)
     pieces = [MapPiece((first, 0) if dim == 0 else (0, first), own)]
-    trained = known_network(("a", "b", "c"), "segmentation")
-    names = Maps(run_dir, given, trained, [2, 0], WORLD).save(SlideOutput(pieces=pieces))
+    where, classes = MapFolder(run_dir, "a"), MapClasses("segmentation", "abc", [2, 0])
+    save_maps(where, given, SlideOutput(pieces=pieces), classes, WORLD)
+    names = where.files
     assert WORLD.gather(names, 0) is None or len(names) == 4
     if WORLD.rank:
         assert names == []

@@ -10,8 +10,8 @@ from mpi4py import MPI
 from torch import nn
 
 from spatialdl.comm.mpi import MpiCommunicator
-from spatialdl.inference.features.encoders.maps import TimmMap, TransformersMap
-from spatialdl.inference.features.maps.network import MapNetwork, RegionParts, grid_for
+from spatialdl.inference.features.encoders.libraries import TimmMap, TransformersMap
+from spatialdl.inference.features.maps.running import MapNetwork, RegionParts, grid_for
 from spatialdl.inference.features.maps.writing import components_of
 from spatialdl.inference.predicting.pieces import MapPiece
 from spatialdl.training.optimization.precision import precision_of

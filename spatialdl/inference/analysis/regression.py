@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import argparse
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from spatialdl.common.files import save_table
 from spatialdl.data.feature_file import FeatureFile
-from spatialdl.inference.analysis import pictures
 from spatialdl.inference.analysis.cohort import Cohort, Columns
-from spatialdl.inference.analysis.estimator import load_model, save_model
-from spatialdl.inference.analysis.ridge import MSE, Ridge, RidgeClassifierCV, RidgeCV
-from spatialdl.inference.evaluating.scores import from_confusion
-from spatialdl.inference.predicting.agreed_errors import agreeing
+from spatialdl.inference.analysis.ridge import Ridge, RidgeClassifierCV, RidgeCV
+from spatialdl.inference.analysis.rows import load_model, save_model
+from spatialdl.inference.evaluating.measured import point
+from spatialdl.inference.evaluating.scores import NumberScores, from_confusion
+from spatialdl.inference.predicting.loop import agreeing
+from spatialdl.inference.predicting.pictures import (
+    TITLE,
+    confusion_side,
+    draw_confusion,
+    draw_numbers,
+    new_figure,
+    save_figure,
+    style_axes,
+)
 
 Numbers = npt.NDArray[np.float64]
 
 
-class _Labels(NamedTuple):
-    """Labels of the slides in the table.
-
-    Attributes:
-        target: number or class, by slide.
-        group: group, by slide; the slide itself without --group.
-    """
-
-    target: dict[str, Any]
-    group: dict[str, str]
-
-
-Table = dict[str, dict[str, Any]]
-"""Results by column and slide: `predicted`, a number or a class, and scores of classes."""
+Values = dict[str, Any]
+"""Numbers or classes by slide."""
+Table = dict[str, Values]
+"""Results by column: `predicted`, and scores of classes."""
 
 
 def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
@@ -44,26 +43,28 @@ def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
         if options.apply:
             model = _loaded(options, cohort)
         is_class = options.classes or isinstance(model, RidgeClassifierCV)
-        labels = _labels(options, cohort, is_class)
+        targets, groups = _labels(options, cohort, is_class)
     filled = [file for file in cohort.files if file.tiles]
     with cohort.rows(filled) as rows:
         means = cohort.slide_means(rows, filled)
     held_out: Table = {}
     summary: dict[str, Any] = {}
     if model is None:
-        model, held_out, summary = _learned(options, cohort, filled, means, labels)
+        model, held_out, summary = _learned(options, cohort, filled, means, targets, groups)
     predicted = _by_slide([file.slide for file in filled], _columns(model, means))
     cohort.write_tables(options.out / "tiles", lambda of_slide: _columns(model, of_slide))
     shown = (held_out or predicted)["predicted"]
-    both = [(labels.target[name], shown[name]) for name in shown if name in labels.target]
+    both = [(targets[name], shown[name]) for name in shown if name in targets]
     if is_class and both:
         scores = from_confusion(_pairs(both)[1][None].astype(np.float64))
         summary |= {name: float(scores[name][0]) for name in ("accuracy", "balanced_accuracy")}
     elif len(both) > 1:
-        summary["r2_of_slides"] = _r2(*np.array(both).T)
+        true, found = np.array(both).T[..., None]
+        numbers = NumberScores(found, true, np.arange(len(both)))
+        summary["r2_of_slides"] = float(point(numbers)["r2"])
     with agreeing(cohort.comm):
         if cohort.comm.rank == 0:
-            _save_slides(options, cohort, labels, predicted, held_out)
+            _save_slides(options, cohort, targets, predicted, held_out)
             if len(both) > 1:
                 _draw(options, both, is_class, summary)
     return {"slides_compared": len(both), **summary}
@@ -95,40 +96,38 @@ def _pairs(both: list[tuple[str, str]]) -> tuple[list[str], npt.NDArray[np.int64
     return names, pairs
 
 
-def _labels(options: argparse.Namespace, cohort: Cohort, is_class: bool) -> _Labels:
+def _labels(options: argparse.Namespace, cohort: Cohort, is_class: bool) -> tuple[Values, Values]:
+    """Targets of the slides in the table, and their groups: without --group the slides."""
     if options.labels is None:
-        return _Labels({}, {})
+        return {}, {}
     columns = [options.target, *([options.group] if options.group else [])]
     table = cohort.read_columns(options.labels, columns)
-    target: dict[str, Any] = {
-        name: row[options.target] for name, row in table.items() if options.target in row
-    }
-    if not is_class:
-        target = {name: _number(options, name, text) for name, text in target.items()}
-        if not target:
+    texts = {name: row[options.target] for name, row in table.items() if options.target in row}
+    targets: Values = dict(texts)
+    for slide, text in {} if is_class else texts.items():
+        targets[slide] = value = _number(text)
+        if not np.isfinite(value):
             raise ValueError(
-                f"{options.labels}: column {options.target} is empty for all slides with features"
+                f"{options.labels}: {options.target} of slide {slide!r} is {text!r}, expected a "
+                "finite number (for classes, use --classes)"
             )
-    group = {name: table[name].get(options.group, name) for name in target}
-    return _Labels(target, group)
-
-
-def _number(options: argparse.Namespace, slide: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = np.nan
-    if not np.isfinite(value):
+    if not is_class and not targets:
         raise ValueError(
-            f"{options.labels}: {options.target} of slide {slide!r} is {text!r}, expected a finite "
-            "number (for classes, use --classes)"
+            f"{options.labels}: column {options.target} is empty for all slides with features"
         )
-    return value
+    return targets, {name: table[name].get(options.group, name) for name in targets}
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def _loaded(options: argparse.Namespace, cohort: Cohort) -> Any:
     kinds = (Ridge, RidgeCV, RidgeClassifierCV)
-    model = load_model(options.apply, kinds, options.device, "ridge")
+    model = load_model(options.apply, kinds, "ridge")
     is_class = isinstance(model, RidgeClassifierCV)
     if options.classes and not is_class:
         raise ValueError(f"{options.apply} predicts a number: remove --classes")
@@ -146,11 +145,12 @@ def _learned(
     cohort: Cohort,
     filled: list[FeatureFile],
     means: Numbers,
-    labels: _Labels,
+    targets: Values,
+    groups: Values,
 ) -> tuple[RidgeCV, Table, dict[str, Any]]:
     """Fit a model; returns it, held-out predictions of the slides, and entries of the summary."""
     comm = cohort.comm
-    known = [k for k, file in enumerate(filled) if file.slide in labels.target]
+    known = [k for k, file in enumerate(filled) if file.slide in targets]
     files, of_slides = [filled[k] for k in known], means[known]
     if len(files) < 3:
         raise ValueError(
@@ -159,18 +159,16 @@ def _learned(
         )
     names = [file.slide for file in files]
     kind = RidgeClassifierCV if options.classes else RidgeCV
-    model = kind(options.alphas, cv=options.folds, scoring=MSE, comm=comm, device=options.device)
+    model = kind(options.alphas, cv=options.folds, comm=comm)
     rows: AbstractContextManager[Any] = cohort.rows(files)
     if options.level == "slide":
         first, last = (len(files) * (comm.rank + k) // comm.size for k in (0, 1))
         own, rows = names[first:last], nullcontext(of_slides[first:last])
     else:
         own = [part.file.slide for part in cohort.parts(files) for _ in range(part.tiles)]
-    targets, groups = (
-        [values_of[name] for name in own] for values_of in (labels.target, labels.group)
-    )
     with rows as given:
-        model.fit(given, targets, np.array(groups, str))
+        of_rows = np.array([groups[name] for name in own], str)
+        model.fit(given, [targets[name] for name in own], of_rows)
     folds: dict[str, int] = {}
     for of_rank in comm.allgather(dict(zip(own, model.folds_.tolist(), strict=True))):
         folds |= of_rank
@@ -187,12 +185,12 @@ def _learned(
 
 
 def _save_slides(
-    options: argparse.Namespace, cohort: Cohort, labels: _Labels, predicted: Table, held_out: Table
+    options: argparse.Namespace, cohort: Cohort, targets: Values, predicted: Table, held_out: Table
 ) -> None:
     scores = {**(held_out or predicted)}
     scores.pop("predicted")
     columns = {
-        "true": labels.target,
+        "true": targets,
         "predicted_held_out": held_out.get("predicted", {}),
         "predicted": predicted["predicted"],
         **scores,
@@ -213,21 +211,22 @@ def _draw(
     how = f"{options.folds} folds, each slide held out"
     if options.apply:
         how = f"{options.apply.name}"
-    path, target = options.out / "predicted.png", options.target
+    target = options.target
+    side = confusion_side(len(_pairs(both)[0])) if is_class else 5.0
+    figure = new_figure(side, side)
+    panel = figure.subplots()
     if is_class:
         names, pairs = _pairs(both)
-        title = f"{len(both)} slides, accuracy {100 * summary['accuracy']:.1f} %\n{how}"
-        pictures.draw_confusion(path, pairs, names, target, title)
-        return
-    title = f"{len(both)} slides, R2 = {summary['r2_of_slides']:.3f}\n{how}"
-    pictures.draw_regression(path, np.array(both), target, title)
+        score = f"accuracy {100 * summary['accuracy']:.1f} %"
+        draw_confusion(panel, pairs, names, target)
+    else:
+        score = f"R2 = {summary['r2_of_slides']:.3f}"
+        draw_numbers(panel, np.array(both)[:, 0], np.array(both)[:, 1])
+        style_axes(panel, f"{target}, true", f"{target}, predicted")
+    panel.set_title(f"{len(both)} slides, {score}\n{how}", fontsize=TITLE)
+    save_figure(options.out / "predicted.png", figure)
 
 
 def _text(values: dict[str, Any], name: str) -> str:
     value = values.get(name, "")
     return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def _r2(true: Numbers, predicted: Numbers) -> float:
-    whole = float(np.square(true - true.mean()).sum())
-    return 1 - float(np.square(true - predicted).sum()) / whole if whole else float("nan")

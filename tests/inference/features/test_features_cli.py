@@ -18,16 +18,15 @@ import torch
 
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data.feature_file import FeatureFile, list_features
-from spatialdl.inference.features.command import main
+from spatialdl.inference.features.features_cli import main
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.tile_cli import main as tile
 from tests.inference.features.tiny import Tiny
 
-REAL = Path(__file__).parents[3].parent / "shared" / "data" / "slides"
+REAL = Path(__file__).parents[2].parent / "shared" / "data" / "slides"
 TINY = ["--encoder", "tests.inference.features.tiny.Tiny", "--device", "cpu"]
 EXACT = ["--precision", "float64", "--dtype", "float32"]
-COMMAND = "spatialdl.inference.features.command"
-PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
 
 
 def run(*arguments: object) -> int:
@@ -41,7 +40,7 @@ def started(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Po
             *launcher,
             sys.executable,
             "-m",
-            "spatialdl.inference.features.command",
+            "spatialdl.inference.features.features_cli",
             *map(str, arguments),
         ],
         env={
@@ -101,7 +100,6 @@ def test_the_manifest_says_how_they_were_made(done):
     assert found["settings"]["tiling"]["mpp"] == 0.5
     assert [one["status"] for one in found["slides"]] == ["processed"] * 3
     assert [one["tiles"] for one in found["slides"]] == [f.tiles for f in list_features([done])]
-    assert not list(done.glob(".claims-*"))
 
 
 def test_batches_and_readers_change_nothing(small, done, tmp_path):
@@ -274,20 +272,12 @@ def clam(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_training_script_of_clam_finds_a_float32_tensor_of_each_slide(clam):
-    """It calls `torch.load` on `pt_files/NAME.pt` and a linear layer on what comes back."""
-    for name in "abc":
-        features = torch.load(clam / "pt_files" / f"{name}.pt")  # tensors only, by default
-        assert type(features) is torch.Tensor
-        assert features.is_contiguous()
-        assert torch.nn.Linear(12, 1)(features).shape == (len(features), 1)
-
-
-def test_the_hdf5_reader_of_clam_finds_the_same_rows_with_their_coordinates(clam):
+def test_the_readers_of_clam_find_float32_tensors_and_the_same_rows_with_coordinates(clam):
     for name in "abc":
         with h5py.File(clam / "h5_files" / f"{name}.h5", "r") as file:
             features, coords = file["features"][:], file["coords"][:]
-        tensor = torch.load(clam / "pt_files" / f"{name}.pt")
+        tensor = torch.load(clam / "pt_files" / f"{name}.pt")  # tensors only, by default
+        assert torch.nn.Linear(12, 1)(tensor).shape == (len(tensor), 1)
         assert torch.equal(torch.from_numpy(features), tensor)
         assert (coords.shape, coords.dtype) == ((len(features), 2), np.dtype(np.int64))
     assert [file.slide for file in list_features([clam])] == ["a", "b", "c"]
@@ -319,23 +309,6 @@ def test_a_slide_without_its_tensor_is_computed_again(small, clam, tmp_path, cap
     assert run_tiny(small, out, "--layout", "clam") == 0
     assert "of 3 slides, 2 of them by an earlier run" in capsys.readouterr().out
     assert torch.equal(torch.load(lost), torch.load(clam / "pt_files" / "b.pt"))
-
-
-def test_another_layout_is_refused_or_replaces_the_first(small, done, tmp_path, capsys):
-    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
-    assert run_tiny(small, tmp_path, "--layout", "clam") == 2
-    assert "layout was None, is clam" in capsys.readouterr().err
-    assert run_tiny(small, tmp_path, "--layout", "clam", "--overwrite") == 0
-    assert list((tmp_path / "h5").iterdir()) == []
-    assert len(list_features([tmp_path])) == 3
-    assert run_tiny(small, tmp_path, "--overwrite") == 0
-    assert list((tmp_path / "pt_files").iterdir()) == list((tmp_path / "h5_files").iterdir()) == []
-
-
-def test_clam_takes_no_float16(small, tmp_path, capsys):
-    assert run_tiny(small, tmp_path / "out", "--layout", "clam", "--dtype", "float16") == 2
-    assert "CLAM needs features of float32" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_slide_that_has_no_tissue_any_more_loses_its_files(small, tmp_path):

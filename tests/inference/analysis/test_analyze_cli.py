@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 
 import numpy as np
@@ -11,7 +10,8 @@ from PIL import Image
 from sklearn import cluster, decomposition, linear_model, neighbors
 
 from spatialdl.data.feature_file import FeatureFile, write_features
-from spatialdl.inference.analysis.command import main
+from spatialdl.inference.analysis.analyze_cli import main
+from tests.inference.evaluating.cases import read_rows
 
 RNG = np.random.default_rng(5)
 SIZES = {"a": 40, "b": 0, "c": 25, "d": 1, "e": 33, "f": 12}
@@ -37,14 +37,9 @@ def run(*words):
     assert main([str(word) for word in words]) == 0
 
 
-def table(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def column(folder, name):
     """Of the tiles of all slides."""
-    rows = [row for slide in SIZES for row in table(folder / "tiles" / f"{slide}.csv")]
+    rows = [row for slide in SIZES for row in read_rows(folder / "tiles" / f"{slide}.csv")]
     return np.array([float(row[name]) for row in rows])
 
 
@@ -65,9 +60,9 @@ def test_kmeans_and_its_model_applied(features, tmp_path):
     assert summary["tiles_of_clusters"] == np.bincount(theirs.labels_).tolist()
     assert summary["inertia"] == pytest.approx(theirs.inertia_)
     assert has_picture(out / "clusters.png")
-    places = [[int(row["x"]), int(row["y"])] for row in table(out / "tiles" / "a.csv")]
+    places = [[int(row["x"]), int(row["y"])] for row in read_rows(out / "tiles" / "a.csv")]
     assert places == FeatureFile.open(features / "a.h5").coords().tolist()
-    assert "x" not in table(out / "tiles" / "f.csv")[0], "this one has no places"
+    assert "x" not in read_rows(out / "tiles" / "f.csv")[0], "this one has no places"
     drawn = json.loads((out / "geojson" / "a.geojson").read_text())["features"]
     assert len(drawn) == 40
     assert drawn[8]["geometry"]["coordinates"][0][0] == [64, 64]
@@ -76,7 +71,7 @@ def test_kmeans_and_its_model_applied(features, tmp_path):
     assert named == [f"cluster {k}" for k in theirs.labels_[:40]]
     again = tmp_path / "again"
     run("kmeans", features / "c.h5", "--apply", out / "model.npz", "--out", again)
-    assert table(again / "tiles" / "c.csv") == table(out / "tiles" / "c.csv")
+    assert read_rows(again / "tiles" / "c.csv") == read_rows(out / "tiles" / "c.csv")
     assert not (again / "model.npz").exists()
 
 
@@ -84,7 +79,7 @@ def test_pca_and_tsvd(features, tmp_path):
     (tmp_path / "labels.csv").write_text("slide,site\na.svs,x\nc,y\ne.tiff,\nother,z\n")
     labels = ("--labels", tmp_path / "labels.csv", "--column", "site")
     run("pca", features, "-n", 3, *labels, "--out", tmp_path / "pca")
-    run("tsvd", features, "-n", 2, "--solver", "exact", "--out", tmp_path / "tsvd")
+    run("tsvd", features, "-n", 2, "--out", tmp_path / "tsvd")
     theirs = {
         "pca": decomposition.PCA(3, svd_solver="full").fit_transform(ROWS),
         "tsvd": decomposition.TruncatedSVD(2, algorithm="arpack").fit(ROWS).transform(ROWS),
@@ -111,7 +106,7 @@ def test_ridge_predicts_slides_that_were_held_out(features, tmp_path, level):
         rows = np.concatenate([FEATURES[name] for name in names]).astype(float)
         of = np.repeat(of, [SIZES[name] for name in names])
         true = ages[of]
-    found = {row["slide"]: row for row in table(out / "slides.csv")}
+    found = {row["slide"]: row for row in read_rows(out / "slides.csv")}
     patients = np.array([0, 1, 1, 2])
     for k, name in enumerate(names):
         rest = patients[of] != patients[k]
@@ -136,7 +131,7 @@ def test_ridge_predicts_classes_of_slides_that_were_held_out(features, tmp_path,
     out = tmp_path / "out"
     run("ridge", features, *words, "--folds", 5, "--alphas", 2, "--out", out)
     means = np.stack([FEATURES[name].astype(float).mean(0) for name in slides])
-    found = {row["slide"]: row for row in table(out / "slides.csv")}
+    found = {row["slide"]: row for row in read_rows(out / "slides.csv")}
     for k, name in enumerate(slides):
         rest = np.arange(5) != k
         model = linear_model.RidgeClassifier(2).fit(means[rest], np.array(grades)[rest])
@@ -146,14 +141,14 @@ def test_ridge_predicts_classes_of_slides_that_were_held_out(features, tmp_path,
             score = model.decision_function(means[k : k + 1])[0]
             assert float(found[name]["score_y"]) == pytest.approx(score, rel=1e-4)
     model = linear_model.RidgeClassifier(2).fit(means, grades)
-    told = [r["predicted"] for slide in SIZES for r in table(out / "tiles" / f"{slide}.csv")]
+    told = [r["predicted"] for slide in SIZES for r in read_rows(out / "tiles" / f"{slide}.csv")]
     assert told == model.predict(ROWS).tolist()
     summary = json.loads((out / "summary.json").read_text())
     right = [found[name]["predicted_held_out"] == found[name]["true"] for name in slides]
     assert summary["accuracy"] == pytest.approx(np.mean(right))
     assert has_picture(out / "predicted.png")
     run("ridge", features, "--apply", out / "model.npz", *words, "--out", tmp_path / "again")
-    again = table(tmp_path / "again" / "slides.csv")
+    again = read_rows(tmp_path / "again" / "slides.csv")
     assert [row["predicted"] for row in again] == [
         found[row["slide"]]["predicted"] for row in again
     ]
@@ -165,7 +160,7 @@ def test_neighbours_of_all_tiles(features, tmp_path):
     names = [(name, row) for name, n in SIZES.items() for row in range(n)]
     theirs = neighbors.NearestNeighbors(n_neighbors=3, algorithm="brute").fit(ROWS)
     distances, indices = theirs.kneighbors()
-    found = [row for slide in SIZES for row in table(out / "neighbours" / f"{slide}.csv")]
+    found = [row for slide in SIZES for row in read_rows(out / "neighbours" / f"{slide}.csv")]
     assert len(found) == len(names)
     for k in range(3):
         near = [(row[f"slide_{k + 1}"], int(row[f"row_{k + 1}"])) for row in found]
@@ -185,7 +180,7 @@ def test_a_tile_is_not_its_own_neighbour_where_others_are_the_same(tmp_path):
     (tmp_path / "in").mkdir()
     write_features(tmp_path / "in" / "a.h5", np.ones((6, 3), np.float32), None)
     run("neighbours", tmp_path / "in", "--all", "-k", 2, "--out", tmp_path / "out")
-    found = table(tmp_path / "out" / "neighbours" / "a.csv")
+    found = read_rows(tmp_path / "out" / "neighbours" / "a.csv")
     near = [(int(row["row_1"]), int(row["row_2"])) for row in found]
     assert near == [(1, 2), (0, 2), (0, 1), (0, 1), (0, 1), (0, 1)]
 
@@ -196,7 +191,7 @@ def test_neighbours_of_tiles(features, tmp_path):
     names = [(name, row) for name, n in SIZES.items() for row in range(n)]
     theirs = neighbors.NearestNeighbors(metric="cosine", algorithm="brute").fit(ROWS)
     distances, indices = theirs.kneighbors(ROWS[[43, 99]])
-    found = table(out / "neighbours.csv")
+    found = read_rows(out / "neighbours.csv")
     wanted = [names[k] for row in indices for k in row[1:]]
     assert [(row["slide"], int(row["row"])) for row in found] == wanted
     np.testing.assert_allclose(
@@ -217,12 +212,18 @@ def test_neighbours_of_tiles(features, tmp_path):
         (["neighbours", "--query", "d:1"], "--query d:1: the slide has rows 0 to 0"),
         (["neighbours", "--query", "a:1", "-k", "111"], "more than the 110 other tiles"),
         (["kmeans", "--apply", "nowhere.npz"], "nowhere.npz: no such file"),
-        (["kmeans", "--device", "meta0"], "--device meta0 cannot compute in float64 here"),
     ],
 )
 def test_refusals(words, message, features, tmp_path, capsys):
     assert main([words[0], str(features), *words[1:], "--out", str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_options_that_are_gone_are_refused(features, tmp_path, capsys):
+    for word, value in (("--solver", "randomized"), ("--device", "cuda")):
+        with pytest.raises(SystemExit):
+            main(["pca", str(features), word, value, "--out", str(tmp_path / "out")])
+        assert "are exact and run on CPUs only; leave it out" in capsys.readouterr().err
 
 
 def test_a_bad_tile_is_named_by_file_and_row(tmp_path, capsys):
