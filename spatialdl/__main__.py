@@ -30,7 +30,7 @@ SCRIPTS = {
     "features": ("inference.features.features_cli", "features of tiles with a frozen encoder"),
     "analyze": (
         "inference.analysis.analyze_cli",
-        "k-means, PCA, regression, neighbours of features",
+        "k-means, PCA, ridge, neighbours of features",
     ),
 }
 """Commands that are installed as ``spatialdl-NAME``: module with `main`, and what they do."""
