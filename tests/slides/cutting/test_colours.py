@@ -111,8 +111,8 @@ def never(image: np.ndarray) -> bool:
     return False
 
 
-def test_the_sample_is_spread_over_the_tiles(synthetic, real):
-    with Slide(synthetic["ring"]) as slide:
+def test_the_sample_is_spread_over_the_tiles(halves, real):
+    with Slide(halves["ring"]) as slide:
         plan = plan_tiles(slide, 128, 0.5)
         pixels = sampled(slide, plan, never)
         assert 24 * 3000 < len(pixels) < 24 * 5500

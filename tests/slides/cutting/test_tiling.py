@@ -140,41 +140,41 @@ def no_tissue(thumbnail: Thumbnail) -> Tissue:
     return Tissue(thumbnail.missing, thumbnail.missing, 0)
 
 
-def test_regions_say_where_tiles_are_and_what_they_are(synthetic):
+def test_regions_say_where_tiles_are_and_what_they_are(halves):
     regions = [
-        box(-100, -100, 512, 512, "a"),  # 2 x 2 tiles, and more outside of the slide
-        box(512, 0, 640, 256, "b"),  # half a tile
-        box(640, 0, 700, 256, "a"),  # another part of it, too small
-        box(1024, 0, 1024 + 100, 256, "c"),  # less than half a tile
-        box(1536, 0, 1664, 256, "b"),  # as much as the next: the first by name
-        box(1664, 0, 1792, 256, "a"),
-        box(256, 256, 512, 512, "b"),  # in the first: counts, for it is smaller
+        box(-50, -50, 256, 256, "a"),  # 2 x 2 tiles, and more outside of the slide
+        box(256, 0, 320, 128, "b"),  # half a tile
+        box(320, 0, 350, 128, "a"),  # another part of it, too small
+        box(512, 0, 512 + 50, 128, "c"),  # less than half a tile
+        box(768, 0, 832, 128, "b"),  # as much as the next: the first by name
+        box(832, 0, 896, 128, "a"),
+        box(128, 128, 256, 256, "b"),  # in the first: counts, for it is smaller
     ]
-    with Slide(synthetic["ring"]) as slide:
-        plan = plan_tiles(slide, 256, 0.5, 0.5, regions=regions, finder=all_tissue)
+    with Slide(halves["ring"]) as slide:
+        plan = plan_tiles(slide, 128, 0.5, 0.5, regions=regions, finder=all_tissue)
         assert dict(zip(plan.places, plan.labels, strict=True)) == {
-            **{(0, 0): "a", (256, 0): "a", (0, 256): "a", (256, 256): "b"},
-            **{(512, 0): "b", (1536, 0): "a"},
+            **{(0, 0): "a", (128, 0): "a", (0, 128): "a", (128, 128): "b"},
+            **{(256, 0): "b", (768, 0): "a"},
         }
         assert (plan.with_tissue, plan.unannotated, plan.reason) == (54, 48, "")
         assert [tile.label for tile in cut_tiles(slide, plan)] == plan.labels
-        assert len(plan_tiles(slide, 256, 0.5, 0.0, regions=regions).places) == 7
+        assert len(plan_tiles(slide, 128, 0.5, 0.0, regions=regions).places) == 7
 
 
-def test_tiles_in_no_region_may_have_a_class_of_their_own(synthetic):
+def test_tiles_in_no_region_may_have_a_class_of_their_own(halves):
     regions = [
-        box(-100, -100, 512, 512, "a"),
-        box(512, 0, 640, 256, "b"),  # half a tile: the class of a region comes first
-        box(1024, 0, 1024 + 100, 256, "c"),  # less than half: the rest is in no region
-        box(1536, 0, 1536 + 200, 256, "a"),
-        box(1792, 0, 1792 + 100, 256, "a"),  # with the next, no class has half, nor has none
-        box(1892, 0, 1992, 256, "b"),
-        box(2048, 0, 2304, 256),  # nobody knows what that is
+        box(-50, -50, 256, 256, "a"),
+        box(256, 0, 320, 128, "b"),  # half a tile: the class of a region comes first
+        box(512, 0, 512 + 50, 128, "c"),  # less than half: the rest is in no region
+        box(768, 0, 768 + 100, 128, "a"),
+        box(896, 0, 896 + 50, 128, "a"),  # with the next, no class has half, nor has none
+        box(946, 0, 996, 128, "b"),
+        box(1024, 0, 1152, 128),  # nobody knows what that is
     ]
-    with Slide(synthetic["ring"]) as slide:
+    with Slide(halves["ring"]) as slide:
         kept, every, whole = (
             plan_tiles(
-                slide, 256, 0.5, part, regions=regions, finder=all_tissue, outside_class=name
+                slide, 128, 0.5, part, regions=regions, finder=all_tissue, outside_class=name
             )
             for part, name in ((0.5, None), (0.5, "none"), (0.9, "none"))
         )
@@ -183,12 +183,12 @@ def test_tiles_in_no_region_may_have_a_class_of_their_own(synthetic):
     added = {place: after[place] for place in after.keys() - before.keys()}
     assert after == {**before, **added}
     assert set(added.values()) == {"none"}
-    assert (1024, 0) in added
-    assert (1792, 0) not in after
-    assert after[(2048, 0)] is None
+    assert (512, 0) in added
+    assert (896, 0) not in after
+    assert after[(1024, 0)] is None
     assert (every.with_tissue, every.unannotated, len(added)) == (54, 1, 54 - 1 - len(before))
     assert every.places == sorted(every.places, key=lambda place: place[::-1])
-    assert not {(512, 0), (1024, 0), (1536, 0), (1792, 0)} & set(whole.places)
+    assert not {(256, 0), (512, 0), (768, 0), (896, 0)} & set(whole.places)
     assert whole.unannotated == 4
 
 
