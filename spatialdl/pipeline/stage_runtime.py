@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,12 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
 from spatialdl.layout.layout import Layout
 from spatialdl.layout.placement import Placement, Position
-from spatialdl.pipeline.handovers import Handovers
+from spatialdl.pipeline.handovers import Handovers, StageLink
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import Criterion, TileRegion, run_tile
 from spatialdl.pipeline.shapes import (
     Border,
     HandoverShapes,
-    Passing,
     over_ranks,
     own_samples,
 )
@@ -54,6 +53,21 @@ class Microbatch:
     place: int = 0
     images: TileRegion | None = None
     masks: TileRegion | None = None
+
+
+class CrossingValue(NamedTuple):
+    """A value at a border of a stage.
+
+    Attributes:
+        over_ranks: its shape for the hand-over between ranks, see `shapes.over_ranks`.
+        learns: whether its gradient crosses the border, too.
+    """
+
+    value: Value
+    shape: HandoverShape
+    over_ranks: HandoverShape
+    link: StageLink
+    learns: bool
 
 
 class StageRuntime:
@@ -127,17 +141,13 @@ class StageRuntime:
 
     def expect(self, action: Action, samples: int) -> None:
         """Post the receives of an action, so that they overlap the current one."""
-        device, passing = self.options.device, self._shapes.of(samples)
+        device = self.options.device
         if action.kind == "forward":
-            for border, link in self._before.items():
-                for shape in passing[border].values():
-                    link.forward[0].expect(self._over_ranks(shape), action.microbatch, device)
-        elif action.kind == "backward":
-            for border, link in reversed(self._after.items()):
-                for value, shape in passing[border].items():
-                    if self._has_gradient(border, value, shape):
-                        whole = self._over_ranks(shape)
-                        link.backward[0].expect_back(whole, action.microbatch, device)
+            for one in self._crossing(self._before, samples):
+                one.link.forward[0].expect(one.over_ranks, action.microbatch, device)
+        else:
+            for one in self._crossing(reversed(self._after), samples, backward=True):
+                one.link.backward[0].expect_back(one.over_ranks, action.microbatch, device)
 
     def forward(self, number: int, microbatch: Microbatch) -> Made:
         """Run the forward of a micro-batch and send its outputs without waiting.
@@ -145,7 +155,7 @@ class StageRuntime:
         Raises:
             ValueError: if the first stage has no images.
         """
-        samples, passing = microbatch.samples, self._shapes.of(microbatch.samples)
+        samples, device = microbatch.samples, self.options.device
         tiles: dict[Value, Any] = {}
         dtype = torch.get_default_dtype()
         if self.is_first:
@@ -153,31 +163,34 @@ class StageRuntime:
             if tile is None:
                 raise ValueError("the first stage needs the images of its micro-batches")
             tiles[IMAGE], dtype = tile, tile.dtype
-        for border, link in self._before.items():
-            for value, shape in passing[border].items():
-                tile = link.forward[0].receive(self._over_ranks(shape), number, self.options.device)
-                learns = torch.is_grad_enabled() and self._has_gradient(border, value, shape)
-                tiles[value] = tile.requires_grad_(learns)
+        for one in self._crossing(self._before, samples):
+            tile = one.link.forward[0].receive(one.over_ranks, number, device)
+            tiles[one.value] = tile.requires_grad_(torch.is_grad_enabled() and one.learns)
         shapes, own = self.arriving(samples, dtype, microbatch.size), len(self.own(samples))
         if self._tiles:
             made: Made = self._tiles.forward(tiles, shapes, own)
         else:
             made = run_tile(self.module, self.mesh, tiles, shapes, own, self.options)
-        for border, link in self._after.items():
-            for value, shape in passing[border].items():
-                leaving = made.leaving(value, shape)
-                for handover in link.forward:
-                    handover.send(leaving, self._over_ranks(shape), number)
+        for one in self._crossing(self._after, samples):
+            leaving = made.leaving(one.value, one.shape)
+            for handover in one.link.forward:
+                handover.send(leaving, one.over_ranks, number)
         if torch.is_grad_enabled():
             self._made[number] = made
         return made
 
-    def _over_ranks(self, shape: HandoverShape) -> HandoverShape:
-        return over_ranks(shape, self._placement.stream)
-
-    def _has_gradient(self, border: Border, value: Value, shape: HandoverShape) -> bool:
-        is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
-        return border in self._learns and value != IMAGE and is_number
+    def _crossing(
+        self, borders: Iterable[Border], samples: int, backward: bool = False
+    ) -> Iterator[CrossingValue]:
+        """Yield the values that cross some borders for a micro-batch, or have gradients."""
+        passing, links = self._shapes.of(samples), self._before | self._after
+        for border in borders:
+            for value, shape in passing[border].items():
+                is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
+                learns = border in self._learns and value != IMAGE and is_number
+                if learns or not backward:
+                    whole = over_ranks(shape, self._placement.stream)
+                    yield CrossingValue(value, shape, whole, links[border], learns)
 
     def backward(
         self, number: int, microbatch: Microbatch, criterion: Criterion, weight: float | Tensor
@@ -193,39 +206,31 @@ class StageRuntime:
         Raises:
             ValueError: if the last stage has no targets.
         """
-        made, passing = self._made.pop(number), self._shapes.of(microbatch.samples)
+        made, samples = self._made.pop(number), microbatch.samples
         value: Tensor | float = 0.0
         if self.is_last:
             target: Any = microbatch.masks or microbatch.target
             if target is None:
                 raise ValueError("the last stage needs the targets of its micro-batches")
-            own = self.own(microbatch.samples)
-            if len(own) < microbatch.samples:
+            own = self.own(samples)
+            if len(own) < samples:
                 target = target[own.start : own.stop]
             value = made.backward_of_loss(criterion, target, weight)
         else:
-            made.backward_of(*self._gradients_of(number, passing))
-        for border, link in self._before.items():
-            for name, shape in passing[border].items():
-                if self._has_gradient(border, name, shape):
-                    gradient = made.gradient(name, shape)
-                    for handover in link.backward:
-                        handover.send_back(gradient, self._over_ranks(shape), number)
+            grads: dict[Value, Tensor] = {}  # summed for values sent to several stages
+            shapes: dict[Value, HandoverShape] = {}
+            for one in self._crossing(reversed(self._after), samples, backward=True):
+                grad = one.link.backward[0].receive_back(
+                    one.over_ranks, number, self.options.device
+                )
+                grads[one.value] = grads[one.value] + grad if one.value in grads else grad
+                shapes[one.value] = one.shape
+            made.backward_of(grads, shapes)
+        for one in self._crossing(self._before, samples, backward=True):
+            gradient = made.gradient(one.value, one.shape)
+            for handover in one.link.backward:
+                handover.send_back(gradient, one.over_ranks, number)
         return value
-
-    def _gradients_of(
-        self, number: int, passing: Passing
-    ) -> tuple[dict[Value, Tensor], dict[Value, HandoverShape]]:
-        """Receive the gradients of sent values; sum those of values sent to several stages."""
-        device, grads = self.options.device, dict[Value, Tensor]()
-        shapes: dict[Value, HandoverShape] = {}
-        for border, link in reversed(self._after.items()):
-            for value, shape in passing[border].items():
-                if self._has_gradient(border, value, shape):
-                    grad = link.backward[0].receive_back(self._over_ranks(shape), number, device)
-                    grads[value] = grads[value] + grad if value in grads else grad
-                    shapes[value] = shape
-        return grads, shapes
 
     def ranks_of(self, samples: Mapping[int, int]) -> Communicator:
         """Ranks of this stage that work on a micro-batch; the first call is collective.

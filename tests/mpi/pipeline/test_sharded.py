@@ -200,13 +200,6 @@ def test_evaluation_takes_batches_that_leave_replicas_without_samples(world):
         pipeline.train_step([batch(world.rank)], 0)  # without a step of the optimizer
 
 
-def test_training_does_not(world):
-    pipeline = pipeline_of(network(), world)
-    nothing = Microbatch(0, 0.0)
-    with pytest.raises(ValueError, match=r"replica \d has no samples in micro-batch 0"):
-        pipeline.train_step([nothing], 0)
-
-
 def test_replicas_that_use_different_parameters_are_told(world):
     """FSDP2 adds up what has nothing to do with each other, as long as the sizes are the same."""
     pipeline = pipeline_of(Branches().double(), world)
@@ -227,13 +220,17 @@ def test_gradient_hooks_of_parameters_are_called_unless_they_are_sharded(world):
             pipeline_of(model, world)
 
 
-def test_parameters_of_several_types_are_refused(world):
+def test_what_cannot_be_sharded_is_refused(world):
+    with pytest.raises(ValueError, match=r"replica \d has no samples in micro-batch 0"):
+        pipeline_of(network(), world).train_step([Microbatch(0, 0.0)], 0)
     model = network()
     model[2].bias = nn.Parameter(torch.zeros(48))
     with pytest.raises(
         ValueError, match=r"one dtype in a stage, got torch\.float32, torch\.float6"
     ):
         pipeline_of(model, world)
+    with pytest.raises(ValueError, match="last batch of an epoch of 19 has 1 for"):
+        trainer(world, "parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true")
 
 
 TINY = [
@@ -268,8 +265,3 @@ def test_a_training_run_is_that_of_one_process(backend, world, tmp_path: Path):
         ]
         assert float(validation[0][0]["loss"]) == pytest.approx(float(validation[1][0]["loss"]))
         assert validation[0][0]["samples"] == "7"
-
-
-def test_a_last_batch_that_is_too_small_is_refused_beforehand(world):
-    with pytest.raises(ValueError, match="last batch of an epoch of 19 has 1 for"):
-        trainer(world, "parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true")

@@ -111,14 +111,3 @@ def test_replicas_keep_the_statistics_of_one_process(
 def test_replicas_of_split_images(world: MPI.Intracomm) -> None:
     ours = replica(None, 5, 2, init_mesh((2, 1), data=2), split=True)
     compare(ours, reference(None, 5, 2, 2), world)
-
-
-def test_evaluation_counts_for_nothing(world: MPI.Intracomm) -> None:
-    mesh = init_mesh((1, 1), data=world.size)
-    model = Twice(0.1).double()
-    statistics = SliceStatistics(model, mesh.comm)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with statistics.slice(0, counts=True):
-        model.eval()(images(0, 4))
-    statistics.fold(world.size)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -208,23 +208,12 @@ def test_a_plan_of_what_is_divided_is_counted(name, monkeypatch):
     assert_network(name, Placement(1, (grid,), tensor=(RANKS,)), monkeypatch, PLANS[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "unet" else pytest.mark.slow) for name in NETWORKS],
-)
 @pytest.mark.world(4)
-def test_so_does_one_on_tiles(name, monkeypatch):
-    assert_network(name, Placement(1, ((2, 1),), tensor=(2,)), monkeypatch)
+def test_so_does_one_on_tiles(monkeypatch):
+    assert_network("unet", Placement(1, ((2, 1),), tensor=(2,)), monkeypatch)
 
 
-QUICK = [("vgg head", False, 1), ("vit", True, 0), ("unet", False, 2), ("resnet", False, 1)]
-STAGES = [
-    pytest.param(
-        name, again, stage, marks=() if (name, again, stage) in QUICK else pytest.mark.slow
-    )
-    for name, again in (*((name, False) for name in NETWORKS), ("resnet", True), ("vit", True))
-    for stage in range(3)
-]
+STAGES = [("vgg head", False, 1), ("vit", True, 0), ("unet", False, 2), ("resnet", False, 1)]
 
 
 @pytest.mark.parametrize(("name", "again", "stage"), STAGES)
