@@ -86,6 +86,9 @@ ON_TWO := $(addprefix tests/mpi/, benchmarks training/test_lightning.py \
     spatial/test_losses.py spatial/test_networks.py spatial/test_op_db.py \
     training/tasks/test_own_metrics.py)
 test-mpi: $(READY)
+	# operations that move pixels, on virtual tiles in one process; on four ranks: test-slow
+	SPATIALDL_GRIDS=tiles $(MPI_TESTS) -m "tiles and not slow" tests/mpi/spatial
+
 	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi $(addprefix --ignore , $(ON_TWO))
 
 	$(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" $(ON_TWO) tests/mpi/comm/test_handover.py \

@@ -19,7 +19,12 @@ from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import start_world
 from tests.mpi.device import lacking, put_on
-from tests.mpi.equality import grids_of_the_case, meshes  # noqa: F401  (fixtures for all)
+from tests.mpi.equality import (  # fixtures for all, too
+    CHOSEN_GRIDS,
+    ON_TILES,
+    grids_of_the_case,  # noqa: F401
+    meshes,  # noqa: F401
+)
 from tests.mpi.groups import ends_process_group, over_gloo, over_mpi4py  # noqa: F401
 
 torch.set_num_threads(1)
@@ -42,11 +47,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.pluginmanager.unregister(name="terminalreporter")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Virtual tiles run the tests that are marked so, and four ranks the others."""
+    if ON_TILES:
+        left = [item for item in items if not item.get_closest_marker("tiles")]
+    elif MPI.COMM_WORLD.size == 4 and not CHOSEN_GRIDS:
+        marked = [item for item in items if item.get_closest_marker("tiles")]
+        left = [item for item in marked if not item.get_closest_marker("slow")]
+    else:
+        return
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if LACKING:
         pytest.skip(LACKING)
     # ranks compare their calls, except where operations run as users run them: half the messages
-    operations = item.path.parent.name in ("channels", "spatial") and MPI.COMM_WORLD.size > 2
+    operations = item.path.parent.name in ("channels", "spatial") and MPI.COMM_WORLD.size != 2
     check.enable(not operations or item.path.name == "test_op_db.py")
     wanted = item.get_closest_marker("world")
     if wanted is not None and MPI.COMM_WORLD.size not in wanted.args:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from spatialdl import Mesh, average_gradients, init_mesh, shard
+from spatialdl import Mesh, average_gradients, init_mesh, shard, stream
 from spatialdl.spatial import SpatialTensor
 from spatialdl.spatial.random import keyed
 from tests.mpi.device import DEVICE, CarriedOver
@@ -26,12 +26,26 @@ TOLERANCE = 1e-9
 Operation = Callable[..., Tensor]
 
 
+CHOSEN_GRIDS = os.environ.get("SPATIALDL_GRIDS", "")
+ON_TILES = CHOSEN_GRIDS == "tiles"
+RANKS = 4 if ON_TILES else MPI.COMM_WORLD.size
+
+
+class Tiles(NamedTuple):
+    """A grid of virtual tiles in this process, which stands for a mesh in `check`."""
+
+    grid: tuple[int, ...]
+
+
+Meshes = dict[tuple[int, ...], Mesh]
+
+
 @cache
-def every_mesh(dims: int = 2) -> dict[tuple[int, ...], Mesh]:
+def every_mesh(dims: int = 2) -> Meshes:
     """All grids of so many spatial dims over all ranks."""
-    ranks = MPI.COMM_WORLD.size
-    grids = product(range(1, ranks + 1), repeat=dims)
-    return {grid: init_mesh(grid) for grid in grids if prod(grid) == ranks}
+    grids = product(range(1, RANKS + 1), repeat=dims)
+    make: Any = Tiles if ON_TILES else init_mesh
+    return {grid: make(grid) for grid in grids if prod(grid) == RANKS}
 
 
 Grids = tuple[tuple[int, ...], ...]
@@ -45,7 +59,8 @@ GRIDS: dict[tuple[int, int], tuple[Grids, ...]] = {
 """By ranks and dims: the grids of the first case of a parametrized test, of the second, and so on.
 
 Other numbers of ranks and tests without parameters take every grid; so do all tests if
-SPATIALDL_GRIDS is "all".
+SPATIALDL_GRIDS is "all". If it is "tiles", tests with this mark run on the grids of four ranks, as
+virtual tiles of one process: a fifth of the time of four ranks, which leave these tests out.
 """
 
 
@@ -63,11 +78,11 @@ def grids_of_the_case(request: pytest.FixtureRequest) -> None:
     _Rows.numbers = count(sum(set(case.indices.values())) if case else 0)
 
 
-def some_meshes(dims: int) -> dict[tuple[int, ...], Mesh]:
+def some_meshes(dims: int) -> Meshes:
     """Those of the next row of `GRIDS`."""
     found = every_mesh(dims)
-    rows = GRIDS.get((MPI.COMM_WORLD.size, dims))
-    if rows is None or os.environ.get("SPATIALDL_GRIDS") == "all":
+    rows = GRIDS.get((RANKS, dims))
+    if rows is None or CHOSEN_GRIDS == "all":
         return found
     return {grid: found[grid] for grid in rows[next(_Rows.numbers) % len(rows)]}
 
@@ -92,7 +107,7 @@ def functional(name: str, dims: int) -> Operation:
 
 
 @pytest.fixture
-def meshes(request: pytest.FixtureRequest, grids_of_the_case: None) -> dict[tuple[int, ...], Mesh]:
+def meshes(request: pytest.FixtureRequest, grids_of_the_case: None) -> Meshes:
     """Every grid; for a case of a parametrized test that is not slow, those of a row of `GRIDS`."""
     parametrized = hasattr(request.node, "callspec")
     if not parametrized or request.node.get_closest_marker("slow"):
@@ -125,7 +140,7 @@ def check(
     operation: Operation,
     image: Tensor,
     parameters: Sequence[Tensor],
-    meshes: Mesh | dict[tuple[int, ...], Mesh],
+    meshes: Mesh | Tiles | Meshes,
     what: str,
 ) -> None:
     """Value, gradient of the image and averaged gradients of the parameters, on each mesh."""
@@ -137,8 +152,14 @@ def check(
     )
     expected = torch.autograd.grad((plain * upstream).sum(), plain_leaves)
 
-    for mesh in [meshes] if isinstance(meshes, Mesh) else meshes.values():
+    for mesh in meshes.values() if isinstance(meshes, dict) else [meshes]:
         where = f"{what} on {mesh.grid}: "
+        if isinstance(mesh, Tiles):
+            ours, grads = on_tiles(operation, leaves, upstream, mesh.grid)
+            close(ours, plain, f"{where}value ")
+            for number, (grad, wanted) in enumerate(zip(grads, expected, strict=True)):
+                close(grad, wanted, f"{where}gradient {number} ")
+            continue
         our_leaves = [leaf.to(DEVICE, copy=True).requires_grad_() for leaf in leaves]
         with CarriedOver() if DEVICE.type != "cpu" else nullcontext():
             ours = operation(shard(our_leaves[0], mesh), *our_leaves[1:])
@@ -150,6 +171,26 @@ def check(
         means = mean_over_ranks(grads[1:], mesh) if parameters else ()
         for number, (grad, wanted) in enumerate(zip(means, expected[1:], strict=True)):
             close(grad, wanted, f"{where}gradient of parameter {number} ")
+
+
+class _Network(nn.Module):
+    def __init__(self, operation: Operation, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+        self.parameters_in_order = nn.ParameterList(nn.Parameter(one.clone()) for one in parameters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(x, *self.parameters_in_order)
+
+
+def on_tiles(
+    operation: Operation, leaves: Sequence[Tensor], upstream: Tensor, grid: tuple[int, ...]
+) -> tuple[Tensor, list[Tensor]]:
+    """The value, and the gradients of the image and the parameters."""
+    network, image = _Network(operation, leaves[1:]), leaves[0].clone().requires_grad_()
+    ours = stream(network, image, grid)
+    (ours * upstream).sum().backward()
+    return ours, [image.grad, *(one.grad for one in network.parameters())]
 
 
 def same(operation: Callable[[Tensor], Tensor], whole: Tensor, meshes: dict, what: str) -> None:
@@ -182,7 +223,7 @@ class Setting(NamedTuple):
 CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
-def draw(rng: random.Random, meshes: dict[tuple[int, ...], Mesh], pooling: bool = False) -> Setting:
+def draw(rng: random.Random, meshes: Meshes, pooling: bool = False) -> Setting:
     """Anything that PyTorch takes, on images from one pixel a rank."""
     grid = rng.choice(sorted(meshes))
     dims = len(grid)
@@ -216,7 +257,7 @@ def check_keyed(
     operation: Operation,
     size: Sequence[int],
     shapes: Sequence[Sequence[int]],
-    meshes: dict[tuple[int, ...], Mesh],
+    meshes: Meshes,
     name: str,
 ) -> None:
     """`check` of images and parameters of these shapes, with the random numbers of one step."""

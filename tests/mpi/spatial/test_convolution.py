@@ -30,6 +30,7 @@ from tests.mpi.equality import (
 from tests.mpi.spatial.shared import Cases
 
 
+@pytest.mark.tiles
 @in_all_dims(9, 600)
 def test_convolution(dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -44,6 +45,7 @@ def test_convolution(dims: int, seed: int) -> None:
     check(convolve, s.image, parameters, s.mesh, f"{s}, groups {groups}")
 
 
+@pytest.mark.tiles
 @in_all_dims(1, 12)
 @pytest.mark.parametrize("padding", ["same", "valid"])
 def test_convolution_with_padding_by_name(padding: str, dims: int, seed: int) -> None:
@@ -60,6 +62,7 @@ def test_convolution_with_padding_by_name(padding: str, dims: int, seed: int) ->
     check(convolve, s.image, [parameter(rng, 3, 4, *kernel)], s.mesh, f"{s}, padding {padding}")
 
 
+@pytest.mark.tiles
 @in_all_dims(6, 800)
 def test_transposed_convolution(dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -86,6 +89,7 @@ def test_transposed_convolution(dims: int, seed: int) -> None:
     check(convolve, s.image, parameters, s.mesh, f"{s}, output padding {extra}, groups {groups}")
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize(
     ("kernel", "stride", "mode"), [(1, 2, "zeros"), (3, 2, "circular"), (5, 1, "circular")]
 )
@@ -117,6 +121,7 @@ ONE_PIXEL_A_RANK: list[tuple[Operation, int, int, int, int]] = [
 ]
 
 
+@pytest.mark.tiles
 def test_images_of_one_pixel_a_rank() -> None:
     """Halos over several neighbours, outputs beyond every tile, strips longer than what is read."""
     rng = random.Random(0)
@@ -207,6 +212,7 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
@@ -246,6 +252,7 @@ def memory_is_never_clean() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.tiles
 @pytest.mark.usefixtures("memory_is_never_clean")
 @pytest.mark.parametrize(("stride", "kernel", "more"), [(5, 2, 4), (7, 1, 6), (9, 3, 8)])
 def test_gaps_between_pixels_are_the_bias(

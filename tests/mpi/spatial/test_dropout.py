@@ -53,6 +53,7 @@ DRAWN: dict[str, Operation] = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_same_picture_in_every_layout(name: str, meshes: dict) -> None:
     """`check` calls the operation on the whole image, then on the split one."""

@@ -57,6 +57,7 @@ def any_item(rng: random.Random, size: int, is_split: bool) -> Any:
     )
 
 
+@pytest.mark.tiles
 @in_all_dims(9, 800)
 def test_any_index(dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -180,6 +181,7 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
@@ -219,6 +221,7 @@ PARTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part(name: str, meshes: dict) -> None:
     image = drawn(0, 2, 4, 9, 11)
@@ -236,6 +239,7 @@ def test_every_part(name: str, meshes: dict) -> None:
 # --- writing
 
 
+@pytest.mark.tiles
 @in_all_dims(6, 200)
 def test_write_into_channels_and_samples(dims: int, seed: int) -> None:
     rng = random.Random(seed)

@@ -50,6 +50,7 @@ OVER_CLASSES: dict[str, tuple[Operation, bool, dict]] = {
 """Losses, whether their classes have weights, and options."""
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("reduction", SIZES)
 @pytest.mark.parametrize("name", OVER_CLASSES)
 def test_over_classes(name: str, reduction: str, meshes: dict) -> None:
@@ -107,6 +108,7 @@ PIXELWISE: dict[str, Operation] = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", PIXELWISE)
 def test_pixelwise(name: str, split: bool, meshes: dict) -> None:
@@ -153,6 +155,7 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
 @pytest.mark.parametrize("name", CASES)
 def test_others(name: str, meshes: dict) -> None:
@@ -194,6 +197,7 @@ FULL: list[Operation] = [
 ]
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("number", range(len(FULL)))
 def test_full_outputs_with_split_targets(number: int, meshes: dict) -> None:
     """As after `gather_before`; parameters behind it get their gradients on average."""

@@ -136,6 +136,7 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)

@@ -173,6 +173,7 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", CASES)
 def test_functions(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)

@@ -37,6 +37,7 @@ def pads_of(rng: random.Random, size: int, mode: str) -> tuple[int, int]:
             return 0, 0
 
 
+@pytest.mark.tiles
 @in_all_dims(3, 200)
 @pytest.mark.parametrize("mode", MODES)
 def test_pad(mode: str, dims: int, seed: int) -> None:
@@ -51,6 +52,7 @@ def test_pad(mode: str, dims: int, seed: int) -> None:
     check(pad, s.image, [], s.mesh, f"{s}, {pads}, {mode}")
 
 
+@pytest.mark.tiles
 @in_all_dims(3, 12)
 def test_pad_of_channels_and_samples_too(dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -114,6 +116,7 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
@@ -130,6 +133,7 @@ def test_pad_of_labels(mode: str, meshes: dict) -> None:
 # --- windows as tokens
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("seed", seeds(3, 200))
 def test_unfold(seed: int, meshes: dict) -> None:
     rng = random.Random(seed)
@@ -141,6 +145,7 @@ def test_unfold(seed: int, meshes: dict) -> None:
     check(unfold, s.image, [], s.mesh, str(s))
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("seed", seeds(4, 100))
 def test_windows_along_a_dim(seed: int, meshes: dict) -> None:
     """Of rows, columns or channels, of maps whose channels are the first or the last dim."""
@@ -157,6 +162,7 @@ def test_windows_along_a_dim(seed: int, meshes: dict) -> None:
     check(windows, s.image, [], s.mesh, f"{s}, {dim}, {size}, {step}")
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("seed", seeds(4, 200))
 def test_fold(seed: int, meshes: dict) -> None:
     """Of tokens that are not what any image gives: each window has values of its own."""

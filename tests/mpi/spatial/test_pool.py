@@ -27,6 +27,7 @@ from tests.mpi.equality import (
 from tests.mpi.spatial.shared import Cases, tokens
 
 
+@pytest.mark.tiles
 @in_all_dims(4, 300)
 def test_max_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -41,6 +42,7 @@ def test_max_pooling(dims: int, seed: int) -> None:
     check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, ceil {ceil_mode}")
 
 
+@pytest.mark.tiles
 @in_all_dims(4, 300)
 def test_average_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -72,6 +74,7 @@ def norms() -> tuple[float, ...]:
     return (1, 2, 3, 2.0, *((float("inf"),) if x.grad.isfinite().all() else (2,)))
 
 
+@pytest.mark.tiles
 @in_all_dims(3, 200)
 def test_lp_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -95,6 +98,7 @@ def draw_size(rng: random.Random, dims: int) -> Any:
     return rng.choice((tuple(sizes), tuple(sizes), rng.choice((1, 2, 6))))
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("kind", ["avg", "max"])
 @in_all_dims(4, 300)
 def test_adaptive_pooling(dims: int, seed: int, kind: str) -> None:
@@ -169,11 +173,13 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("kind", OF_IMAGES)
 def test_images_of_one_pixel_a_rank(kind: str, meshes: dict) -> None:
     for grid, mesh in meshes.items():

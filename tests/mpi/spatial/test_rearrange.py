@@ -35,6 +35,7 @@ TURNS: dict[str, Operation] = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("seed", seeds(1, 40))
 @pytest.mark.parametrize("name", TURNS)
 def test_turn(name: str, seed: int, meshes: dict) -> None:
@@ -57,6 +58,7 @@ def test_a_turned_image_may_be_written_to(meshes: dict) -> None:
 # --- pixels that become channels, and back
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("seed", seeds(4, 100))
 def test_pixel_shuffle_and_unshuffle(seed: int, meshes: dict) -> None:
     rng = random.Random(seed)
@@ -82,6 +84,7 @@ SHUFFLED: dict[str, tuple[Operation, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", SHUFFLED)
 def test_shuffled(name: str) -> None:
     operation, size = SHUFFLED[name]

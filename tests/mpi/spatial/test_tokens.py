@@ -204,6 +204,7 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, meshes: dict) -> None:
     """Outputs, and gradients of image and tokens, are those of one process."""
@@ -229,6 +230,7 @@ def test_only_the_first_part_holds_tokens_beside_pixels(meshes: dict) -> None:
         assert x.to_local().shape[1] == pixels + (mesh.part == 0)
 
 
+@pytest.mark.tiles
 def test_of_volumes() -> None:
     def operation(x: Tensor, c: Tensor) -> Tensor:
         return attended(among(x, c))

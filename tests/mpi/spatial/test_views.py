@@ -71,6 +71,7 @@ VIEWS: dict[str, Operation] = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", VIEWS)
 def test_views(name: str, meshes: dict) -> None:
     check_keyed(VIEWS[name], PLAIN, [], meshes, name)
@@ -137,6 +138,7 @@ CASES: Cases = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
@@ -186,6 +188,7 @@ VOLUMES: dict[str, Operation] = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("name", VOLUMES)
 def test_views_of_volumes(name: str) -> None:
     image = parameter(random.Random(3), 2, 4, 6, 8, 12)
@@ -208,6 +211,7 @@ JOINS: dict[str, Operation] = {
 }
 
 
+@pytest.mark.tiles
 @pytest.mark.parametrize("seed", seeds(1, 20))
 @pytest.mark.parametrize("name", JOINS)
 def test_join(name: str, seed: int, meshes: dict) -> None:
