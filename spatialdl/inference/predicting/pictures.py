@@ -17,7 +17,6 @@ from spatialdl.data.saving import replacing
 from spatialdl.slides.finding.tissue import find_tissue
 from spatialdl.slides.pyramid import TILE, write_pyramid
 from spatialdl.slides.reading.reader import Slide, Thumbnail
-from spatialdl.training.pictures.thumbnails import HEAT_COLOURS, HEAT_OPACITY, faint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,12 +28,19 @@ ROWS = 2 * TILE
 """Rows of a band."""
 LONGEST = 1600
 """Longer side of an overview map at most, in pixels."""
+HEAT_COLOURS, HEAT_OPACITY = "turbo", 0.65
+"""Colour map and opacity of heat maps over pictures."""
 MOST = 8
 """Number of classes drawn at most."""
 _THUMBNAIL = 1600  # longer side of a slide's thumbnail, in pixels
 _PANEL_INCHES, _MOST_INCHES = 4.6, 7.0
 _LEAST = 8
 """Least pixels of a map along a tile's side, to resolve overlaps."""
+
+
+def faint(image: npt.NDArray[np.uint8]) -> Array:
+    """Convert an image to light grey (rows, columns), so that overlaid colours stay true."""
+    return np.asarray(255 - (255 - image.mean(2)) * 0.6)
 
 
 class ClassMap(Protocol):

@@ -20,6 +20,7 @@ import gzip
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -40,24 +41,27 @@ from spatialdl.data.saving import unfinished
 from spatialdl.data.volume_geometry import VolumeTurn
 from spatialdl.inference.predicting.agreed_errors import agreeing
 from spatialdl.inference.predicting.inputs import Input
-from spatialdl.inference.predicting.pictures import new_figure, save_figure
+from spatialdl.inference.predicting.pictures import (
+    HEAT_COLOURS,
+    HEAT_OPACITY,
+    new_figure,
+    save_figure,
+)
 from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap
 from spatialdl.inference.predicting.results import class_files
 from spatialdl.inference.predicting.running import SlideOutput
 from spatialdl.inference.predicting.trained import Trained
 from spatialdl.inference.predicting.volume_inputs import VolumeImages
-from spatialdl.slides.batch.finding_slides import storable
-from spatialdl.training.pictures.orthogonal_slices import Picture, draw_sections
-from spatialdl.training.pictures.thumbnails import (
+from spatialdl.inference.predicting.volume_pictures import (
     COLOURS,
-    HEAT_COLOURS,
-    HEAT_OPACITY,
-    joined_sections,
-    mask_patches,
-    mean_sections,
-    pixel_patches,
+    Picture,
+    PlanePart,
+    cut_planes,
+    draw_planes,
+    join_planes,
     window_in,
 )
+from spatialdl.slides.batch.finding_slides import storable
 
 Array = npt.NDArray[Any]
 
@@ -130,7 +134,7 @@ class VolumeMaps:
             piece = _spread(turn.stored(values[number]), box, size)
             self._save(f"{names[number]}-activation", [piece], values.dtype, SingleProcess())
             if number == most:
-                heat = _means(piece.values[0].numpy(), piece.box, size)
+                heat = join_planes([_cut(piece, size)], size)
         title = f"{self._given.name}: {self._trained.classes[most]}"
         self._save_picture("activation", title, (), heat=heat)
 
@@ -159,12 +163,11 @@ class VolumeMaps:
 
     def _save_classes(self, pieces: Sequence[MapPiece]) -> None:
         size = self._source.stored.size
-        own = [mask_patches(one.values[0], one.box, size) for one in pieces]
-        gathered = self._world.gather(own)
+        gathered = self._world.gather([_cut(one, size) for one in pieces])
         if gathered is not None:
-            sections = joined_sections([part for one in gathered for part in one], size)
+            planes = join_planes([part for own in gathered for part in own], size)
             title, names = self._given.name, self._trained.classes
-            self._save_picture("slices", title, names, classes=sections)
+            self._save_picture("slices", title, names, classes=planes)
 
     def _save_picture(
         self,
@@ -175,10 +178,10 @@ class VolumeMaps:
         heat: Sequence[Array] | None = None,
     ) -> None:
         stored = self._source.stored
-        box = whole_box(stored.size)
-        grey = mean_sections([pixel_patches(stored.read, box, stored.size)], stored.size)
-        known = stored.size, grey, stored.spacing, stored.affine
-        drawn = [draw_sections(*known), draw_sections(*known, classes, heat)]
+        size = stored.size
+        parts = cut_planes(lambda box: stored.read(box)[..., 0], whole_box(size), size)
+        draw = partial(draw_planes, join_planes([parts], size), stored.spacing, stored.affine)
+        drawn = [draw(), draw(classes, heat)]
         path = self._run_dir / self._named(f"-{what}.png")
         _save_figure(path, title, drawn, names, heat=heat is not None)
 
@@ -193,10 +196,10 @@ def _spread(values: Array, box: Box, size: Size) -> MapPiece:
     return MapPiece(tuple(start), torch.from_numpy(values[np.ix_(*at)])[None])
 
 
-def _means(values: Array, box: Box, size: Size) -> list[Array]:
-    """Thumbnails of the sections of a volume of `size` that is 0 outside a box."""
-    patches = pixel_patches(lambda one: values[window_in(one, box)][..., None], box, size)
-    return [one[..., 0] for one in mean_sections([patches], size)]
+def _cut(piece: MapPiece, size: Size) -> list[PlanePart | None]:
+    """The planes of the first class of a piece of a map over a volume of `size`."""
+    values = piece.values[0].numpy()
+    return cut_planes(lambda box: values[window_in(box, piece.box)], piece.box, size)
 
 
 def _save_figure(

@@ -15,11 +15,16 @@ from PIL import Image
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.image_source import whole_box
 from spatialdl.data.views import Views
-from spatialdl.inference.predicting.pictures import Overview, TileMap, save_overlay
+from spatialdl.inference.predicting.pictures import (
+    HEAT_COLOURS,
+    HEAT_OPACITY,
+    Overview,
+    TileMap,
+    save_overlay,
+)
 from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap, to_file
 from spatialdl.inference.predicting.turning import turned_views, turns
 from spatialdl.slides.reading.reader import Thumbnail
-from spatialdl.training.pictures.thumbnails import HEAT_COLOURS, HEAT_OPACITY
 
 
 def whole(found: TileMap, column: int, rows: int = 7) -> np.ndarray:
