@@ -95,8 +95,7 @@ SETS: dict[str, dict[str, str]] = {
         "interleaved": f"{STAGES} parallel=pp {EIGHT} parallel.schedule=interleaved "
         "parallel.stages=4 parallel.interleave=2",
         "GEMS mast": f"{STAGES} parallel=gems data.batch_size=2",
-        "GEMS master": f"{STAGES} parallel=gems parallel.gems.variant=master {EIGHT} "
-        "parallel.gems.times=4",
+        "GEMS master": f"{STAGES} parallel=gems parallel.gems.variant=master {EIGHT}",
         "GEMS basic": f"{STAGES} parallel=gems parallel.gems.variant=basic data.batch_size=2",
         "GEMS basic, more": f"{STAGES} parallel=gems parallel.gems.variant=basic {EIGHT}",
     },

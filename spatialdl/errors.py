@@ -28,4 +28,4 @@ class CheckpointError(ValueError):
 
 
 class NotFinite(ArithmeticError):
-    """A value became NaN or infinite in training (see ``trainer.stop_on_nan``)."""
+    """A value became NaN or infinite in training."""

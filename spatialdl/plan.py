@@ -40,7 +40,7 @@ def main() -> None:
     flags = {"--calibrate": "calibrate=true"}
     sys.argv[1:] = [flags.get(argument, rewritten(argument)) for argument in sys.argv[1:]]
     if wants_help(sys.argv[1:]):
-        print_help("plan")
+        print_help("plan", sys.argv[1:])
         return
     run_single_process(_run_alone)
 

@@ -59,7 +59,7 @@ def main() -> None:
     info = launched()
     if wants_help(arguments):
         if info is None or info.rank == 0:
-            print_help("train")
+            print_help("train", arguments)
         return
     if info is None:
         run_single_process(lambda: _run_alone(arguments))

@@ -25,15 +25,21 @@ def composed(command: str, *words: str) -> DictConfig:
     found = deepcopy(_of_groups(command, *filter(_chooses, words)))
     try:
         for value in OverridesParser.create().parse_overrides(values):
-            OmegaConf.update(found, value.key_or_group, value.value())
+            parent, _, name = value.key_or_group.rpartition(".")
+            if value.is_delete():
+                with open_dict(found):
+                    del OmegaConf.select(found, parent)[name]
+            else:
+                adds = value.is_add() or value.is_force_add()
+                OmegaConf.update(found, value.key_or_group, value.value(), force_add=adds)
     except OmegaConfBaseException:  # let Hydra say what is wrong
         return compose_anew(command, *words)
     return found
 
 
 def _chooses(word: str) -> bool:
-    """Whether a word chooses a file, or changes which keys there are."""
-    key = word.partition("=")[0]
+    """Whether a word chooses a file, or sets a key of Hydra."""
+    key = word.lstrip("+~").partition("=")[0]
     return key in _GROUPS or not key.replace(".", "").isidentifier() or key.startswith("hydra")
 
 

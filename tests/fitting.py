@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,12 +49,18 @@ def summary(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def fit(trainer: Trainer, run_dir: Path) -> None:
-    """The pictures of the loss take longer than small runs, and have tests of their own."""
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Those of the loss take longer than small runs, and have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_directory, "draw_curves", lambda *_: mock.Mock())
         patch.setattr(report, "as_svg", lambda *_: "")
         patch.setattr(report, "draw_curves", lambda *_: None)
+        yield
+
+
+def fit(trainer: Trainer, run_dir: Path) -> None:
+    with without_pictures():
         trainer.fit(run_dir)
 
 

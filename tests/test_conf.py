@@ -5,7 +5,6 @@ how to make fails.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from importlib.resources import files
 from math import prod
 from pathlib import Path
@@ -27,15 +26,15 @@ from spatialdl.data import ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.setup import cluster_file
-from spatialdl.training.checks import BACKENDS, TRANSPORTS
-from spatialdl.training.layouts import placement_of, schedule_of
+from spatialdl.training.checks import BACKENDS, TRANSPORTS, check_config
+from spatialdl.training.layouts import placement_of
 from spatialdl.training.loggers import Loggers, check_loggers
 from spatialdl.training.optimization.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer
 from tests.bags import TILE, WIDTH, write_bags, write_tile_bags
-from tests.composing import compose_anew
+from tests.composing import compose_anew, composed
 from tests.data import own_datasets
 from tests.fitting import fit
 from tests.test_end_to_end import small_preset
@@ -44,10 +43,7 @@ CONF = Path(str(files("spatialdl.conf")))
 
 
 def config(*overrides: str) -> DictConfig:
-    return composed(*overrides).copy()
-
-
-composed = cache(partial(compose_anew, "train"))
+    return composed("train", *overrides)
 
 
 def options(group: str) -> list[str]:
@@ -165,14 +161,6 @@ def make_parallel(name: str, folder: Path) -> None:
     assert placement_of(cfg).world_size == 1
 
 
-def make_layout_of_experiment(name: str, folder: Path) -> None:
-    cfg = config(f"parallel=experiment/{name}").parallel
-    assert list(cfg) == list(config().parallel)
-    placement = placement_of(cfg)
-    assert placement.world_size >= 4
-    assert schedule_of(cfg, placement).microbatches == cfg.microbatches
-
-
 def make_steps(name: str, group: str) -> list[float]:
     """The learning rates of four steps."""
     cfg = config(f"{group}={name}")
@@ -234,15 +222,6 @@ def make_run(name: str, folder: Path) -> None:
     assert (folder / "run" / "summary.json").is_file()
 
 
-def make_trainer(name: str, folder: Path) -> None:
-    tiny = ("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2")
-    more = ("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu")
-    cfg = config(f"trainer={name}", "model.width=2", *tiny, *more)
-    trainer = Trainer(cfg, SingleProcess())
-    fit(trainer, folder / "run")
-    assert trainer.progress.step == 2
-
-
 def make_debug(name: str, folder: Path) -> None:
     assert config(f"debug={name}").debug.name == name
 
@@ -264,10 +243,9 @@ MAKERS: dict[str, Callable[[str, Path], object]] = {
     "data": make_data,
     "data/augment": make_augmentation,
     "parallel": make_parallel,
-    "parallel/experiment": make_layout_of_experiment,
     "optimizer": lambda name, folder: make_steps(name, "optimizer"),
     "scheduler": make_scheduler_of,
-    "trainer": make_trainer,
+    "trainer": lambda name, folder: check_config(config(f"trainer={name}")),
     "comm": make_comm,
     "cluster": make_cluster,
     "launcher": make_launcher,

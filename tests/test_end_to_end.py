@@ -78,7 +78,7 @@ PRESETS = {
     "whole_vs_tiles": (2, ["model.width=2", "data.batch_size=4"]),
     "vit_slide": (2, ["model.width=12", "model.patch=8", "data.image_size=[64,96]"]),
     "whole_slide_one_device": (
-        *(1, ["model.width=2", "data.image_size=[160,120]", "parallel.stream=[4,3]"]),
+        *(1, ["model.width=2", "data.image_size=[160,120]", "parallel.stream=[2,1]"]),
     ),
     "volumes": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
 }

@@ -66,7 +66,7 @@ class Command:
         info = launched()
         if wants_help(sys.argv[1:]):
             if info is None or info.rank == 0:
-                print_help(self.name)
+                print_help(self.name, sys.argv[1:])
         elif info is None:
             run_single_process(self._run_alone)
         else:

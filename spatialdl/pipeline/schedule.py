@@ -96,9 +96,7 @@ def _check(name: str, placement: Placement, times: int) -> None:
     if name not in known:
         raise ValueError(f"unknown schedule {name} for this layout: take one of {', '.join(known)}")
     if times != 1 and name != "master":
-        raise ValueError(
-            f"parallel.gems.times={times} is for parallel.gems.variant=master, not for {name}"
-        )
+        raise ValueError(f"times={times} is for parallel.gems.variant=master, not for {name}")
     if (name == "interleaved") != (placement.interleave > 1):
         raise ValueError(
             f"parallel.schedule={name} with parallel.interleave={placement.interleave}: ranks that "
@@ -264,7 +262,7 @@ def _chunk_size(microbatches: int, times: int) -> int:
     chunks = COPIES * times
     if microbatches % chunks:
         raise ValueError(
-            f"GEMS distributes micro-batches over 2 copies, parallel.gems.times={times} times, so "
+            f"GEMS distributes micro-batches over 2 copies, {times} times, so "
             f"their number must be a multiple of {chunks}: parallel.microbatches={microbatches} "
             f"is not, take {microbatches // chunks * chunks + chunks}"
         )

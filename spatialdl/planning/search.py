@@ -302,11 +302,8 @@ def _orders(
         if shape.tensor > 1:  # GEMS needs equally many ranks in all stages
             continue
         yield f"{spatial}gems", (*key, ("gems.variant", "basic"))
-        if count == 2:
-            yield f"{spatial}gems", (*key, ("gems.variant", "mast"))
-        else:
-            times = (("gems.variant", "master"), ("gems.times", count // 2))
-            yield f"{spatial}gems", (*key, *times)
+        variant = "mast" if count == 2 else "master"
+        yield f"{spatial}gems", (*key, ("gems.variant", variant))
 
 
 def _stores(rows: Sequence[Row], job: PlannedJob) -> Iterator[str]:

@@ -28,7 +28,7 @@ from spatialdl.training.checks import check_config
 from spatialdl.training.layouts import AUTO
 from spatialdl.training.network.building import build_model
 from spatialdl.training.optimization.optimizers import make_optimizer
-from spatialdl.training.optimization.precision import named
+from spatialdl.training.optimization.precision import PRECISIONS
 from spatialdl.training.settings import Sources, open_sources
 from spatialdl.training.virtual_tiles import choose_virtual_tiles, microbatch_shape
 
@@ -89,7 +89,7 @@ def planned_type(config: DictConfig) -> torch.dtype:
     Raises:
         ValueError: if the planner does not support the precision.
     """
-    precision = named(config.trainer.precision)
+    precision = PRECISIONS[config.trainer.precision]
     if precision.mixed is not None:
         raise ValueError(
             f"the planner does not support trainer.precision={config.trainer.precision}: plan with "
@@ -156,7 +156,7 @@ def with_virtual_tiles(config: DictConfig, sources: Sources) -> DictConfig:
         return config
     config, limit = config.copy(), config.trainer.memory_limit_gb
     shape = microbatch_shape(config, (sources.channels, *sources.image_size))
-    dtype = named(config.trainer.precision).dtype
+    dtype = PRECISIONS[config.trainer.precision].dtype
     choose_virtual_tiles(config.parallel, build_model(config, sources), shape, dtype, limit)
     return config
 

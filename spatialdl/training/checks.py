@@ -212,27 +212,65 @@ def _check_intervals(trainer: DictConfig) -> None:
     """Check intervals, patience and numbers of checkpoints."""
     numbers = {
         "validate_every": (trainer.validate_every, 1),
-        "validate_every_epochs": (trainer.validate_every_epochs, 1),
         "checkpoint.every_steps": (trainer.checkpoint.every_steps, 1),
-        "checkpoint.every_epochs": (trainer.checkpoint.every_epochs, 1),
         "early_stopping.patience": (trainer.early_stopping.patience, 1),
         "checkpoint.keep": (trainer.checkpoint.keep, 0),
     }
-    needed = ("validate_every_epochs", "early_stopping.patience", "checkpoint.keep")
     units = {"checkpoint.keep": "checkpoints", "early_stopping.patience": "validation"}
     for key, (value, least) in numbers.items():
-        if value is None and key not in needed:
+        if value is None and key not in units:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            unit = units.get(key, "epoch" if "epoch" in key else "step")
-            null = "" if key in needed else ", or null"
-            raise ValueError(f"trainer.{key}={value} must be at least {least} {unit}{null}")
-    delta = trainer.early_stopping.min_delta
-    if not isinstance(delta, int | float) or not delta >= 0:
-        raise ValueError(f"trainer.early_stopping.min_delta={delta} must be 0 or above")
+            unit = units.get(key, "step, or null")
+            raise ValueError(f"trainer.{key}={value} must be at least {least} {unit}")
 
 
-# --- size of stored images
+# --- number of classes, size of stored images
+
+
+def number_of_classes(setting: int | None, names: Sequence[str], where: str) -> int:
+    """Number of classes: as set, by default those of the data.
+
+    Args:
+        setting: ``data.num_classes``.
+        names: names of the classes of the data.
+        where: the data, for messages.
+
+    Raises:
+        ValueError: if fewer are set than the data has.
+    """
+    count = len(names) if setting is None else int(setting)
+    if count < len(names):
+        raise ValueError(
+            f"data.num_classes={count}, but {where} has {len(names)} classes "
+            f"({', '.join(names[:8])}): leave it out"
+        )
+    return count
+
+
+def check_targets(setting: int | None, names: Sequence[str], where: str) -> None:
+    """Check that a number of targets, or of labels of slides, is that of the data.
+
+    Raises:
+        ValueError: if another one is set.
+    """
+    if setting not in (None, len(names)):
+        raise ValueError(
+            f"data.num_classes={setting}, but {where} ({', '.join(names)}): leave it out"
+        )
+
+
+def check_dims(size: Sequence[int], stored: Sequence[int], where: str) -> None:
+    """Check that ``data.image_size`` has as many numbers as the stored images have dims.
+
+    Raises:
+        ValueError: if it has not.
+    """
+    if len(size) != len(stored):
+        raise ValueError(
+            f"data.image_size={list(size)} has {len(size)} numbers, but the images of {where} have "
+            f"{len(stored)} dims, such as {' x '.join(map(str, stored))}: set one number per dim"
+        )
 
 
 Size = tuple[int, ...]

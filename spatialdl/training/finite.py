@@ -1,4 +1,4 @@
-"""``trainer.stop_on_nan``: stop before NaN or infinity reaches the weights, and say where it began.
+"""Stop a run before NaN or infinity reaches the weights, and say where it began.
 
 After each backward only the loss and the averaged gradients are checked: one pass over as many
 numbers as the network has weights, and one small all-reduce. If a value is not finite, the step is

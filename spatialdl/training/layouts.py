@@ -168,8 +168,8 @@ def schedule_of(
         ValueError: if it does not fit the layout or the number of micro-batches, or does not
             support sharded state.
     """
-    microbatches, times = _count(parallel, "microbatches"), _count(parallel.gems, "times")
-    variant = _variant(parallel)
+    microbatches, variant = _count(parallel, "microbatches"), _variant(parallel)
+    times = max(1, microbatches // 2) if variant == "master" else 1
     if variant is not None and parallel.schedule != "gpipe":
         raise ValueError(
             f"parallel.schedule={parallel.schedule} cannot be combined with GEMS, which has "

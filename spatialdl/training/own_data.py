@@ -6,15 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import hydra.utils
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.common.configuring.own_keys import named
-from spatialdl.common.configuring.plugins import describe_cause
+from spatialdl.common.configuring.plugins import Plugin, plugins_of
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.sample_forms import SampleForm, shown
+from spatialdl.training.checks import check_dims, number_of_classes
 
 log = logging.getLogger("spatialdl.data")
 
@@ -52,12 +51,7 @@ def open_own_data(
         _check_alike(train, validation)
     stored = tuple(train.image_size(0))
     size = stored if image_size is None else image_size
-    if len(size) != len(stored):
-        raise ValueError(
-            f"data.image_size={list(size)} has {len(size)} numbers, but the images of data.dataset "
-            f"have {len(stored)} dims, such as {' x '.join(map(str, stored))}: set one number per "
-            "dim"
-        )
+    check_dims(size, stored, "data.dataset")
     channels = int(train.channels)
     if data.channels is not None and data.channels != channels:
         raise ValueError(
@@ -150,33 +144,12 @@ def _form(data: DictConfig, task: str, image_size: tuple[int, ...] | None) -> Sa
 
 
 def _transforms(data: DictConfig, key: str) -> list[Callable[..., Any]]:
-    settings = data[key]
-    if settings is None:
-        return []
-    if not isinstance(settings, ListConfig):
-        raise ValueError(f"data.{key}={settings} must be a list: [{{_target_: package.Transform}}]")
-    transforms = [_made(one, f"data.{key}[{number}]") for number, one in enumerate(settings)]
-    for number, one in enumerate(transforms):
+    plugins = plugins_of(data[key], f"data.{key}", "{_target_: package.Transform}")
+    transforms = [plugin.make() for plugin in plugins]
+    for one in transforms:
         if not callable(one):
-            raise ValueError(f"data.{key}[{number}] creates {shown(one)}, which is not callable")
+            raise ValueError(f"data.{key} creates {shown(one)}, which is not callable")
     return transforms
-
-
-def _made(settings: Any, key: str) -> Any:
-    target = settings.get("_target_") if isinstance(settings, DictConfig) else None
-    if target is None:
-        raise ValueError(f"{key}={settings} has no _target_: set a class, {{_target_: package.X}}")
-    try:
-        named(target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{key}._target_={target} cannot be imported: {error}") from error
-    try:
-        return hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
-    except Exception as error:
-        raise ValueError(
-            f"{key}._target_={target} cannot be created: {describe_cause(error)}: check its "
-            f"arguments, {key}.NAME=..."
-        ) from error
 
 
 def _source(
@@ -186,8 +159,9 @@ def _source(
     seed: int,
     transforms: Sequence[Callable[..., Any]],
 ) -> ImageSource:
-    made = _made(settings, key)
-    name = f"{key} ({settings['_target_']})"
+    target = str(settings["_target_"])
+    made = Plugin(key, target, target, settings).make()
+    name = f"{key} ({target})"
     # a source that reads boxes cannot apply transforms of whole images
     if not transforms and all(hasattr(made, word) for word in _SOURCE):
         if form.task == "segmentation" and not made.has_masks:
@@ -234,12 +208,9 @@ def _num_classes(data: DictConfig, train: ImageSource, names: tuple[str, ...], t
         return int(labels.shape[1])
     if count is None and not names:
         raise ValueError("data.dataset has no attribute classes: set data.num_classes")
-    if count is not None and count < max(1, len(names)):
-        of_names = f", but data.dataset has {len(names)} classes ({', '.join(names[:8])})"
-        raise ValueError(
-            f"data.num_classes={count}{of_names if names else ' must be at least 1'}: leave it out"
-        )
-    return len(names) if count is None else count
+    if not number_of_classes(count, names, "data.dataset"):
+        raise ValueError("data.num_classes=0 must be at least 1")
+    return number_of_classes(count, names, "data.dataset")
 
 
 def _check_alike(train: ImageSource, validation: ImageSource) -> None:

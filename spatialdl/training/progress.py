@@ -48,8 +48,7 @@ class TrainingProgress:
         best, key = trainer.checkpoint.best, "trainer.checkpoint.best"
         self._best = Best(best, key, smaller=smaller(best, key))
         early, key = trainer.early_stopping, "trainer.early_stopping.metric"
-        is_smaller = smaller(early.metric, key)
-        self._early = Best(early.metric, key, float(early.min_delta), is_smaller)
+        self._early = Best(early.metric, key, smaller=smaller(early.metric, key))
 
     def step_done(self) -> None:
         self.step += 1
@@ -82,19 +81,18 @@ class TrainingProgress:
     def validation_is_due(self) -> bool:
         if self.stopped is not None or self._validated == self.step:
             return False
-        every, settings = self._settings.validate_every, self._settings
+        every = self._settings.validate_every
         if self.step >= self.steps:
             return True
         if every is not None:
             return self.step % int(every) == 0
-        return self.batch == 0 and self.epoch % int(settings.validate_every_epochs) == 0
+        return self.batch == 0
 
     @property
     def validations_an_epoch(self) -> float:
         """Average number of validations per epoch."""
-        if self._settings.validate_every is not None:
-            return self._batches / int(self._settings.validate_every)
-        return 1 / int(self._settings.validate_every_epochs)
+        every = self._settings.validate_every
+        return 1 if every is None else self._batches / int(every)
 
     def validated(self, metrics: Mapping[str, Any]) -> bool:
         """Record the metrics of a validation; return whether they are the best so far.
@@ -108,10 +106,8 @@ class TrainingProgress:
 
     def checkpoint_is_due(self) -> bool:
         """Whether a checkpoint is due; always at the end of the run, however it ends."""
-        every = self._settings.checkpoint
-        by_steps = every.every_steps is not None and self.step % every.every_steps == 0
-        ends = self.batch == 0 and every.every_epochs is not None
-        return self.is_over() or by_steps or (ends and self.epoch % every.every_epochs == 0)
+        every = self._settings.checkpoint.every_steps
+        return self.is_over() or (self.batch if every is None else self.step % every) == 0
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint."""
@@ -212,7 +208,6 @@ class Best:
     Args:
         metric: name of a metric in `Validation.scores`; None tracks nothing.
         key: key of the configuration, for messages.
-        min_delta: minimum improvement that counts.
         smaller: whether smaller is better; None decides by the name, see `SMALLER`.
 
     Attributes:
@@ -220,10 +215,8 @@ class Best:
         worse: validations since then.
     """
 
-    def __init__(
-        self, metric: str | None, key: str, min_delta: float = 0.0, smaller: bool | None = None
-    ) -> None:
-        self.metric, self._key, self._min_delta = metric, key, min_delta
+    def __init__(self, metric: str | None, key: str, smaller: bool | None = None) -> None:
+        self.metric, self._key = metric, key
         self._smaller = smaller
         if smaller is None:
             self._smaller = any(word in str(metric) for word in SMALLER)
@@ -252,11 +245,9 @@ class Best:
         return False
 
     def _is_better(self, value: float) -> bool:
-        """Whether a value improves on the best one by more than `min_delta`."""
         if self.value is None:
             return not math.isnan(value)
-        gain = self.value - value if self._smaller else value - self.value
-        return gain > self._min_delta
+        return value < self.value if self._smaller else value > self.value
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint."""

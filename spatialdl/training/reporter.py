@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +20,6 @@ from spatialdl.training.run_directory import RunDirectory, record_of
 from spatialdl.training.tasks.metrics import Scores
 
 log = logging.getLogger("spatialdl.trainer")
-
-_NOT_FINITE = "step %d: the loss is %s: try a lower optimizer.lr"
 
 
 class Reporter:
@@ -60,7 +57,6 @@ class Reporter:
         self.loggers = Loggers(config, run_dir, done)
         self._open.callback(self.loggers.close)
         self._progress = self._open.enter_context(StepProgress(steps, done))
-        self._warned = False
 
     def __enter__(self) -> Reporter:
         return self
@@ -68,36 +64,17 @@ class Reporter:
     def __exit__(self, *raised: Any) -> None:
         self._open.__exit__(*raised)
 
-    @property
-    def validations(self) -> list[dict[str, Any]]:
-        """Metrics of all validations so far."""
-        return self.record.validations
+    def step(self, row: Mapping[str, float], memory_mb: float) -> None:
+        """Report a step.
 
-    def step(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        loss: float,
-        learning_rate: float,
-        images_per_second: float,
-        data_wait: float,
-        memory_mb: float,
-        **more: float,
-    ) -> None:
-        """Report a step; see `RunDirectory.log_step` and `StepProgress.update`."""
-        shown = {
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "images_per_second": images_per_second,
-            "data_wait": data_wait,
-        }
-        self.record.log_step(step=step, epoch=epoch, **shown, **more)
-        self.loggers.log("train", step, {**shown, **more, "epoch": epoch, "memory_mb": memory_mb})
-        if not math.isfinite(loss) and not self._warned:
-            self._warned = True
-            log.warning(_NOT_FINITE, step, loss)
-        self._progress.update(memory_mb=memory_mb, **shown)
+        Args:
+            row: values of ``metrics.csv`` by column.
+            memory_mb: peak memory of rank 0 so far, in 2**20 bytes.
+        """
+        self.record.log_step(row)
+        logged = {name: value for name, value in row.items() if name != "step"}
+        self.loggers.log("train", int(row["step"]), {**logged, "memory_mb": memory_mb})
+        self._progress.update(row, memory_mb)
 
     def validated(self, step: int, metrics: Scores) -> None:
         """Report the metrics of a validation after `step` steps."""

@@ -96,31 +96,15 @@ class RunDirectory:
             if table is not None:
                 table.close()
 
-    def log_step(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        loss: float,
-        learning_rate: float,
-        images_per_second: float,
-        data_wait: float,
-        **more: float,
-    ) -> None:
+    def log_step(self, row: Mapping[str, float]) -> None:
         """Append a row to ``metrics.csv`` and flush it.
 
         Args:
-            step: optimizer step.
-            epoch: epoch of the step.
-            loss: loss of the whole batch.
-            learning_rate: learning rate of the step.
-            images_per_second: throughput of all ranks.
-            data_wait: share of the step's time spent waiting for data, 0 to 1.
-            more: further columns.
+            row: values by column: those of `METRICS`, of which ``loss`` is that of the whole batch,
+                ``images_per_second`` of all ranks, and ``data_wait`` the share of the step's time,
+                0 to 1; and further ones.
         """
-        values = (step, epoch, loss, learning_rate, images_per_second, data_wait)
-        row = dict(zip(METRICS, values, strict=True)) | more
-        self._steps.append(row)
+        self._steps.append(dict(row))
         self._metrics.write_last()
 
     def log_validation(self, *, step: int, **metrics: Any) -> None:

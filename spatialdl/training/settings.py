@@ -26,7 +26,12 @@ from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.training.bag_sources import open_bags
-from spatialdl.training.checks import common_size
+from spatialdl.training.checks import (
+    check_dims,
+    check_targets,
+    common_size,
+    number_of_classes,
+)
 from spatialdl.training.layouts import check_image, placement_of
 from spatialdl.training.own_data import open_own_data
 
@@ -207,29 +212,15 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     size = _size(data.image_size)
     if size is None:
         size = common_size(path, (one.image_size(k) for one in both for k in range(len(one))))
-    stored = train.image_size(0)
-    if len(size) != len(stored):
-        raise ValueError(
-            f"data.image_size={list(size)} has {len(size)} numbers, but the images of {path} have "
-            f"{len(stored)} dims, such as {' x '.join(map(str, stored))}: set one number per dim"
-        )
-    names: list[str] = []
+    check_dims(size, train.image_size(0), str(path))
+    names = list(train.classes)
     if task in TARGETED:
         names = set_targets(Path(data.targets).expanduser(), both, path, task == "multilabel")
-    classes = len(names or train.classes) if data.num_classes is None else int(data.num_classes)
-    if names and classes != len(names):
-        raise ValueError(
-            f"data.num_classes={classes}, but {data.targets} has {len(names)} targets "
-            f"({', '.join(names)}): leave it out"
-        )
-    if classes < len(train.classes) and not names:
-        raise ValueError(
-            f"data.num_classes={classes}, but {path} has {len(train.classes)} classes "
-            f"({', '.join(train.classes)}): leave it out"
-        )
+        check_targets(data.num_classes, names, f"{data.targets} has {len(names)} targets")
+    classes = number_of_classes(data.num_classes, names, str(path))
     if classes < 1:
         raise ValueError(f"data set {path} has no class names: set data.num_classes")
-    return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
+    return Sources(train, validation, size, train.channels, classes, tuple(names))
 
 
 def _own(data: DictConfig, seed: int, task: str) -> Sources:
@@ -250,11 +241,9 @@ def _bags(data: DictConfig, seed: int, task: str, loss: object) -> Sources:
                 "predicts a single risk: set only one of them"
             )
         classes = int(data.num_classes)
-    if classes != len(names) and task != "survival":
-        raise ValueError(
-            f"data.num_classes={classes}, but the slides have {len(names)} classes or targets "
-            f"({', '.join(names)}): leave it out"
-        )
+    if task != "survival":
+        where = f"the slides have {len(names)} classes or targets"
+        check_targets(data.num_classes, names, where)
     most = data.get("max_tiles")
     if most is not None and (type(most) is not int or most < 1):
         raise ValueError(f"data.max_tiles={most} must be a whole number of at least 1, or null")

@@ -60,39 +60,6 @@ def test_networks_have_the_parameters_that_were_published(build, parameters):
 
 
 @pytest.mark.parametrize(
-    ("network", "names"),
-    [
-        (
-            lambda: resnet18(num_classes=5, width=4),
-            "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4 avgpool flatten fc",
-        ),
-        (
-            lambda: resnet_v2(11, width=2),
-            "conv1 bn1 relu1 layer1 layer2 layer3 bn2 relu2 avgpool flatten fc",
-        ),
-    ],
-)
-def test_children_are_a_chain_that_can_be_cut_anywhere(network, names):
-    torch.manual_seed(0)
-    network = network().double()
-    assert [name for name, _ in network.named_children()] == names.split()
-    assert type(network).forward is nn.Sequential.forward
-    x = torch.randn(2, 3, 15, 18, dtype=torch.float64)
-    network(x).square().sum().backward()
-    whole = [p.grad.clone() for p in network.parameters()]
-    for cut in range(1, len(names.split())):
-        network.zero_grad()
-        handed_over = network[:cut](x)
-        received = handed_over.detach().requires_grad_()
-        second = network[cut:]
-        assert isinstance(second, type(network))
-        second(received).square().sum().backward()
-        handed_over.backward(received.grad)
-        for gradient, p in zip(whole, network.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, gradient, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
     "network",
     [
         lambda: resnet18(3, 2, width=4),
@@ -163,23 +130,16 @@ def test_resnet110_has_110_layers():
 def test_stages_have_the_papers_channels_and_strides():
     with torch.device("meta"):
         network = resnet_v2(20)
-    convolutions = {
-        name: (m.in_channels, m.out_channels, m.kernel_size[0], m.stride[0])
-        for name, m in network.named_modules()
-        if isinstance(m, nn.Conv2d)
-    }
-    expected = {"conv1": (3, 16, 3, 1)}
-    rows = [(1, 16, 16, 64, 1), (2, 64, 64, 128, 2), (3, 128, 128, 256, 2)]
-    for stage, before, width, after, stride in rows:
-        for index in (0, 1):
-            first = index == 0
-            name, channels = f"layer{stage}.{index}", before if first else after
-            expected[f"{name}.body.conv1"] = (channels, width, 1, stride if first else 1)
-            expected[f"{name}.body.conv2"] = (width, width, 3, 1)
-            expected[f"{name}.body.conv3"] = (width, after, 1, 1)
-            if first:
-                expected[f"{name}.shortcut"] = (before, after, 1, stride)
-    assert convolutions == expected
+    for stage, before, width, after, stride in (
+        *((1, 16, 16, 64, 1), (2, 64, 64, 128, 2), (3, 128, 128, 256, 2)),
+    ):
+        for index, channels, step in ((0, before, stride), (1, after, 1)):
+            block = network.get_submodule(f"layer{stage}.{index}")
+            found = [one for one in block.modules() if isinstance(one, nn.Conv2d)]
+            shapes = [(one.in_channels, one.out_channels, one.stride[0]) for one in found]
+            shortcut = [(before, after, stride)] * (index == 0)
+            body = [(channels, width, step), (width, width, 1), (width, after, 1)]
+            assert sorted(shapes) == sorted([*body, *shortcut])
 
 
 def test_a_block_with_activations_first_is_the_papers_arithmetic():

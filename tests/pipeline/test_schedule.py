@@ -74,7 +74,7 @@ def test_names_make_the_schedules_of_their_functions() -> None:
         ),
         (
             *("mast", Placement(1, ((1, 1),) * 2, 1, True), 2),
-            "parallel.gems.times=2 is for parallel.gems.variant=master, not for mast",
+            "times=2 is for parallel.gems.variant=master, not for mast",
         ),
         (
             *("gpipe", Placement(1, ((1, 1),) * 4, 2), 1),

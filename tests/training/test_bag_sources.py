@@ -164,6 +164,7 @@ def test_labels_of_which_nothing_is_learned_are_refused(folder, rows, message) -
         ("parallel=dp parallel.shard_state=true data.batch_size=2", "shard_state=true needs"),
         ("parallel=dp", "data.batch_size=1 leaves some of parallel.data=2 replicas"),
         ("task.mixup=0.2", "task.mixup=0.2 needs"),
+        ("parallel.stream=[2]", r"parallel.stream=\[2\] needs images of one size"),
         ("data.labels=none.csv", "data.labels=none.csv is not a file"),
     ],
 )

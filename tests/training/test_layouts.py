@@ -6,7 +6,7 @@ import sys
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.common.configuring.keys import groups
+from spatialdl.common.configuring.registered import NAMES
 from spatialdl.layout.placement import Placement
 from spatialdl.training.layouts import (
     check_batch,
@@ -23,33 +23,17 @@ def parallel(words: str) -> DictConfig:
 
 
 ONE = (1, 1)
-SHIPPED = {
-    "none": Placement(1, (ONE,)),
-    "dp": Placement(2, (ONE,)),
-    "sp": Placement(1, ((2, 1),)),
-    "lp": Placement(1, (ONE, ONE)),
-    "pp": Placement(1, (ONE, ONE)),
-    "sp+lp": Placement(1, ((2, 1), ONE)),
-    "sp+pp": Placement(1, ((2, 1), ONE)),
-    "dp+sp": Placement(2, ((2, 1),)),
-    "dp+lp": Placement(2, (ONE, ONE)),
-    "dp+pp": Placement(2, (ONE, ONE)),
-    "dp+sp+lp": Placement(2, ((2, 1), ONE)),
-    "dp+sp+pp": Placement(2, ((2, 1), ONE)),
-    "gems": Placement(1, (ONE, ONE), mirrored=True),
-    "sp+gems": Placement(1, ((2, 1), ONE), mirrored=True),
-    "dp+gems": Placement(2, (ONE, ONE), mirrored=True),
-    "dp+sp+gems": Placement(2, ((2, 1), ONE), mirrored=True),
-}
 
 
-def test_the_shipped_layouts_mean_these_ranks():
-    for name, placement in SHIPPED.items():
-        found = parallel(f"parallel={name}")
-        assert (found.name, placement_of(found)) == (name, placement)
-        assert schedule_of(found, placement).microbatches == found.microbatches
-        check_batch(composed("train").data.batch_size, found.microbatches, placement)
-    assert sorted([*SHIPPED, "auto"]) == groups()["parallel"]
+@pytest.mark.parametrize("name", ["none", *NAMES])
+def test_the_named_layouts_mean_these_ranks(name):
+    parts, found = name.split("+"), parallel(f"parallel={name}")
+    first = (2, 1) if "sp" in parts else ONE
+    stages = (first, ONE) if {"lp", "pp", "gems"} & {*parts} else (first,)
+    placement = Placement(2 if "dp" in parts else 1, stages, mirrored="gems" in parts)
+    assert (found.name, placement_of(found)) == (name, placement)
+    assert schedule_of(found, placement).microbatches == found.microbatches
+    check_batch(composed("train").data.batch_size, found.microbatches, placement)
 
 
 SEVERAL = "parallel=sp+pp parallel.stages=4 parallel.spatial_stages=2 parallel.data=2"
@@ -71,15 +55,11 @@ SEVERAL = "parallel=sp+pp parallel.stages=4 parallel.spatial_stages=2 parallel.d
         # a number for each spatial dim
         ("parallel=none", 3, Placement(1, ((1, 1, 1),))),
         ("parallel=sp+pp parallel.grid=[1,2,2]", 3, Placement(1, ((1, 2, 2), (1, 1, 1)))),
-        ("parallel=sp+pp parallel.grid=[1,2,2]", None, Placement(1, ((1, 2, 2), (1, 1, 1)))),
         ("parallel=sp parallel.grid=[3]", 1, Placement(1, ((3,),))),
-        ("parallel=sp", 1, Placement(1, ((2,),))),
         # virtual tiles of each rank's part
-        ("parallel.stream=[2,3]", 2, Placement(1, (ONE,), stream=(2, 3))),
         ("parallel=sp+pp parallel.stream=[2,1]", 2, Placement(1, ((2, 1), ONE), stream=(2, 1))),
         ("parallel.stream=[4]", 2, Placement(1, (ONE,), stream=(4, 1))),
         ("parallel.stream=[3]", 3, Placement(1, ((1, 1, 1),), stream=(3, 1, 1))),
-        ("parallel.stream=[2,1,2]", 3, Placement(1, ((1, 1, 1),), stream=(2, 1, 2))),
         ("parallel.stream=[3,1]", 1, Placement(1, ((1,),), stream=(3,))),
     ],
 )
@@ -108,7 +88,6 @@ WHOLE = "must be a whole number of at least"
         ("parallel.spatial_stages=-1", f"spatial_stages {WHOLE} 0"),
         ("parallel.microbatches=0", f"microbatches {WHOLE} 1, got 0"),
         ("parallel.stages=two", f"parallel.stages {WHOLE} 1, got two"),
-        ("parallel=gems parallel.gems.times=0", f"parallel.gems.times {WHOLE}"),
         ("parallel.schedule=dualpipe", "unknown schedule dualpipe .*: take one of gpipe, 1f1b"),
         ("parallel=pp parallel.local_dp=2", r"spatial_stages=0 of parallel\.stages=2: use"),
         ("parallel=sp parallel.local_dp=2", r"local_dp=2 splits.*parallel\.data=2"),
@@ -153,17 +132,12 @@ WHOLE = "must be a whole number of at least"
             "one of output, input, replicate, got rows",
         ),
         (
-            "parallel=gems parallel.gems.times=2",
-            "gems.times=2 is for parallel.gems.variant=master, not for mast",
-        ),
-        (
             "parallel=gems parallel.microbatches=3",
             "a multiple of 2: parallel.microbatches=3 is not, take 4",
         ),
         (
-            "parallel=gems parallel.gems.variant=master parallel.gems.times=3 "
-            "parallel.microbatches=4",
-            "times=3 times.*a multiple of 6: parallel.microbatches=4 is not, take 6",
+            "parallel=gems parallel.gems.variant=master parallel.microbatches=5",
+            "2 times.*a multiple of 4: parallel.microbatches=5 is not, take 8",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def trainer(*words: str) -> Trainer:
     return make_trainer(*CHAIN, *small, "data.num_classes=3", *more, *words)
 
 
-# --- stop_on_nan: before the update
+# --- before the update
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def trainer(*words: str) -> Trainer:
 def test_a_run_stops_before_its_weights_are_spoilt(overrides, where, tmp_path, caplog):
     run = trainer("++model.call=2", *overrides, OFTEN)
     with caplog.at_level(logging.INFO), pytest.raises(NotFinite) as found:
-        run.fit(tmp_path)
+        fit(run, tmp_path)
     assert str(found.value) == f"step 3: {where}, {LAST}"
     assert "ckpt_path=latest resumes after step 2" in found.value.__notes__[0]
     assert checkpoints(tmp_path) == [1, 2]
@@ -62,47 +62,28 @@ def test_a_run_stops_before_its_weights_are_spoilt(overrides, where, tmp_path, c
 
 def test_a_loss_that_is_infinite_stops_the_first_step(tmp_path):
     with pytest.raises(NotFinite) as found:
-        trainer("+model.kind=loss").fit(tmp_path)
+        fit(trainer("+model.kind=loss"), tmp_path)
     assert str(found.value) == f"step 1: Inf in the loss, forward, micro-batch 0, {LAST}"
     assert "there is no checkpoint" in found.value.__notes__[0]
 
 
 def test_what_does_not_come_again_is_told_as_such(tmp_path):
     with pytest.raises(NotFinite, match=r"step 2: .* not finite on rank 0, but was finite when"):
-        trainer("+model.kind=forward", "+model.call=1").fit(tmp_path)
+        fit(trainer("+model.kind=forward", "+model.call=1"), tmp_path)
 
 
 def test_what_a_network_draws_is_drawn_again(tmp_path):
     random.seed(3)
     with pytest.raises(NotFinite, match=r"step \d+: NaN in poison \(Unlucky\), forward"):
-        trainer("+model.kind=unlucky", "trainer.max_steps=100").fit(tmp_path)
+        fit(trainer("+model.kind=unlucky", "trainer.max_steps=100"), tmp_path)
 
 
 def test_the_step_after_a_resumed_one_names_the_checkpoint(tmp_path):
     fit(trainer("trainer.max_steps=2"), tmp_path)
     with pytest.raises(NotFinite) as found:
-        trainer("+model.kind=from", "ckpt_path=latest").fit(tmp_path)
+        fit(trainer("+model.kind=from", "ckpt_path=latest"), tmp_path)
     assert str(found.value).startswith("step 3: NaN in poison")
     assert "ckpt_path=latest resumes after step 2" in found.value.__notes__[0]
-
-
-def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
-    short = "trainer.max_steps=2"
-    runs = trainer(short), trainer("trainer.stop_on_nan=false", short)
-    for number, run in enumerate(runs):
-        fit(run, tmp_path / str(number))
-    rows = [table(tmp_path / str(number) / "metrics.csv") for number in range(2)]
-    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
-    for one, other in zip(*(run.parts.pipeline.parameters() for run in runs), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_whoever_wants_it_trains_on(tmp_path, caplog):
-    run = trainer("+model.kind=from", "+model.call=2", "trainer.stop_on_nan=false")
-    fit(run, tmp_path)
-    losses = [float(row["loss"]) for row in table(tmp_path / "metrics.csv")]
-    assert [math.isnan(loss) for loss in losses] == [False, False, True, True]
-    assert "step 3: the loss is nan" in caplog.text
 
 
 def test_overflows_of_scaled_gradients_do_not_stop_a_run(tmp_path):
@@ -113,7 +94,7 @@ def test_overflows_of_scaled_gradients_do_not_stop_a_run(tmp_path):
     fit(run, tmp_path / "scaled")
     assert run.parts.update.skipped
     with pytest.raises(NotFinite, match=r"step 1: NaN in poison \(Poison\), forward"):
-        trainer(*half, "+model.kind=from").fit(tmp_path / "wrong")
+        fit(trainer(*half, "+model.kind=from"), tmp_path / "wrong")
 
 
 def test_no_checkpoint_has_a_weight_that_the_update_has_spoilt(tmp_path, monkeypatch):
@@ -127,7 +108,7 @@ def test_no_checkpoint_has_a_weight_that_the_update_has_spoilt(tmp_path, monkeyp
 
     monkeypatch.setattr(Update, "step", overflowing)
     with pytest.raises(NotFinite, match=r"step 3: conv2\.weight is not finite after the upd"):
-        run.fit(tmp_path)
+        fit(run, tmp_path)
     assert checkpoints(tmp_path) == [1, 2]
 
 
@@ -147,7 +128,7 @@ def test_a_weight_that_is_not_finite_is_found_where_it_is_used(tmp_path):
     run = trainer()
     run.parts.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("-inf")
     with pytest.raises(NotFinite, match=r"step 1: .* in conv2 \(Conv2d\), forward, micro-batch 0"):
-        run.fit(tmp_path)
+        fit(run, tmp_path)
 
 
 def test_what_overflows_between_modules_is_the_input_of_the_next(tmp_path):
@@ -158,7 +139,7 @@ def test_what_overflows_between_modules_is_the_input_of_the_next(tmp_path):
     )
     where = r"in the input of conv2 \(Conv2d\), forward, micro-batch 1"
     with pytest.raises(NotFinite, match=where):
-        run.fit(tmp_path)
+        fit(run, tmp_path)
 
 
 def test_what_comes_first_does_not_depend_on_the_rank():

@@ -16,12 +16,13 @@ print(peak_memory_mb(torch.device("cpu")))
 
 def test_memory_of_the_process_that_starts_another_does_not_count():
     """As it did, so that a small program started by a large one seemed as large."""
-    ballast = b"x" * 2**30
+    ballast = b"x" * 2**28
     done = subprocess.run(
         [sys.executable, "-c", TELL], check=True, capture_output=True, text=True, timeout=120
     )
-    assert peak_memory_mb(torch.device("cpu")) > len(ballast) / 2**20
-    assert 50 < float(done.stdout) < 900
+    own = peak_memory_mb(torch.device("cpu"))
+    assert own > len(ballast) / 2**20
+    assert 50 < float(done.stdout) < own - 100
 
 
 def test_what_a_device_says_is_in_use_is_not_only_its_tensors(monkeypatch):

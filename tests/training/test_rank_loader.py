@@ -8,18 +8,21 @@ from spatialdl.training.parts import RunParts
 from tests.data import own_datasets
 from tests.fitting import make_parts
 
-NETWORKS = {"segmentation": "unet", "classification": "resnet18"}
+SMALL = "++model._target_=tests.mpi.training.small.small ~model.width"
+UNET = "model=unet ++model.width=2 ++model.depth=1"
+NETWORKS = {"segmentation": UNET, "classification": SMALL}
 
 
 def parts(*words: str) -> RunParts:
-    given = ("++model.width=2", "data.image_size=[12,9]", "data.num_classes=3", "++data.samples=7")
+    given = ("data.image_size=[12,9]", "data.num_classes=3", "++data.samples=7")
     more = ("data.batch_size=4", "parallel.microbatches=2", "trainer.precision=float64")
-    return make_parts(*given, *more, "trainer.max_steps=1", "device=cpu", *words)
+    network = () if any("model" in word for word in words) else SMALL.split()
+    return make_parts(*given, *more, "trainer.max_steps=1", "device=cpu", *network, *words)
 
 
 @pytest.mark.parametrize("task", NETWORKS)
 def test_micro_batches_hold_images_as_the_network_takes_them_and_their_targets(task):
-    made = parts("data/augment=pathology", f"model={NETWORKS[task]}")
+    made = parts("data/augment=pathology", *NETWORKS[task].split())
     loader, views = made.train_loader, made.sources.train_views
     order = sample_order(7, 0, 3).tolist()
     (batch,) = loader.batches(epoch=3, first=1)  # the last, of 3 samples
@@ -56,7 +59,7 @@ def test_validation_is_in_order_and_not_augmented():
 
 
 def test_masks_of_classes_that_the_data_has_not_are_refused_before_they_travel():
-    made = parts("task=segmentation", "model=unet")
+    made = parts("task=segmentation", *UNET.split())
     loader = made.train_loader
     (batch, *_) = loader.batches()
     assert loader.microbatches(batch)
@@ -86,7 +89,7 @@ def read_boxes(views, monkeypatch) -> list[tuple]:
 
 @pytest.mark.parametrize("task", NETWORKS)
 def test_ranks_with_virtual_tiles_read_the_box_that_is_wanted_and_no_more(task, monkeypatch):
-    words = ("data/augment=pathology", f"model={NETWORKS[task]}", f"task={task}")
+    words = ("data/augment=pathology", *NETWORKS[task].split(), f"task={task}")
     plain, made = parts(*words).train_loader, parts(*words, STREAM)
     views, loader = made.sources.train_views, made.train_loader
     (whole,) = plain.batches(epoch=3, first=1)
@@ -117,7 +120,7 @@ def test_ranks_with_virtual_tiles_read_the_box_that_is_wanted_and_no_more(task, 
         asked.clear()
 
 
-VALIDATED = ("model=unet", "task=segmentation", "data.validation_samples=3", STREAM)
+VALIDATED = (*UNET.split(), "task=segmentation", "data.validation_samples=3", STREAM)
 
 
 @pytest.mark.parametrize("is_own", [False, True])
@@ -139,7 +142,7 @@ def test_masks_to_validate_on_are_read_in_parts_but_for_a_loss_of_the_users(is_o
 
 
 def test_masks_of_other_classes_are_refused_where_they_are_read():
-    made = parts("task=segmentation", "model=unet", "data.num_classes=3", STREAM)
+    made = parts("task=segmentation", *UNET.split(), "data.num_classes=3", STREAM)
     source = made.sources.train
     (batch, *_) = made.train_loader.batches()
     (one, *_) = made.train_loader.microbatches(batch)
@@ -157,7 +160,7 @@ def test_samples_of_a_data_set_of_the_users_are_made_once_for_all_virtual_tiles(
     own = ("data=dataset", f"data.dataset._target_={own_datasets.__name__}.{kind}")
     words = [*own, "data.num_classes=2", "++data.dataset.size=[12,9]"]
     if kind == "Masks":
-        words += ["task=segmentation", "model=unet"]
+        words += ["task=segmentation", *UNET.split()]
     plain, loader = parts(*words).train_loader, parts(*words, STREAM).train_loader
     made = []
     plain_item = own_datasets.Noise.__getitem__

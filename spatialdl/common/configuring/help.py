@@ -66,31 +66,46 @@ def wants_help(arguments: Sequence[str]) -> bool:
     return "--help" in arguments or "-h" in arguments
 
 
-def print_help(command: str) -> None:
-    """Print the help of a command of spatialdl."""
-    sys.stdout.write("\n".join(help_lines(command)) + "\n")
+def print_help(command: str, arguments: Sequence[str] = ()) -> None:
+    """Print the help of a command of spatialdl, or of the groups that its arguments name."""
+    sys.stdout.write("\n".join(help_lines(command, arguments)) + "\n")
 
 
-def help_lines(command: str) -> Iterator[str]:
-    """The lines of the help, at most `WIDTH` long."""
+def help_lines(command: str, arguments: Sequence[str] = ()) -> Iterator[str]:
+    """The lines of the help, at most `WIDTH` long.
+
+    Args:
+        command: name of the command.
+        arguments: of the command line; ``GROUP`` and ``GROUP=CHOICE`` list all keys of these.
+    """
     yield f"python -m spatialdl.{command} [key=value ...]"
-    yield ""
-    yield _WHAT[command]
-    yield ""
+    chosen = chosen_by_default(command)
+    named = [word.partition("=") for word in arguments]
+    asked = [(group, choice) for group, _, choice in named if group in chosen]
+    for group, choice in asked:
+        names = [choice] if choice in groups()[group] else groups()[group]
+        yield from _group_keys(group, sorted(names, key=lambda name: name != chosen[group]))
+    if not asked:
+        yield from _general(command, chosen)
+
+
+def _general(command: str, chosen: dict[str, str]) -> Iterator[str]:
+    yield from ("", _WHAT[command], "")
     for arguments, what in _EXAMPLES[command]:
         yield f"  python -m spatialdl.{command} {arguments}"
         yield f"      {what}"
-    chosen = chosen_by_default(command)
     yield from _groups(chosen)
-    yield from _titled("Keys", _own_keys(command))
+    yield from _titled("Keys", [key for key in _own_keys(command) if not key.is_rare])
+    for group, choice in chosen.items():
+        keys = [] if choice == "null" else _shown(group, choice)
+        yield from _titled(f"{group}={choice}", [key for key in keys if not key.is_rare])
     yield ""
     yield from wrap(
-        "A choice of a group lists the keys that are new or differ from the choices above it; "
-        "--cfg job prints all keys.",
+        "These are the keys of the default choices that are often set. "
+        f"`python -m spatialdl.{command} --help GROUP` lists all keys of a group, `--help "
+        "GROUP=CHOICE` those of one choice; --cfg job prints all keys of the configuration.",
         WIDTH,
     )
-    for group, choice in chosen.items():
-        yield from _group_keys(group, choice)
     yield from _titled("Flags", [Key(name, "", text) for name, text in _FLAGS])
     if command in ("predict", "evaluate"):
         return
@@ -131,26 +146,27 @@ def _own_keys(command: str) -> list[Key]:
     return keys
 
 
-def _group_keys(group: str, default: str) -> Iterator[str]:
-    """Keys of the default choice, and new or different keys of other choices."""
-    shown: dict[str, str] = {}
+def _shown(group: str, choice: str) -> list[Key]:
+    """Keys of a choice that a user may set."""
     package = group.replace("/", ".")
-    others = [name for name in groups()[group] if name != default]
-    for choice in others if default == "null" else [default, *others]:
-        keys = []
-        for key in keys_of(file_of(group, choice)):
-            is_new = key.name not in shown
-            # values of layouts follow from their names
-            differs = group != "parallel" and shown.get(key.name) != key.default
-            is_own = key.name.startswith(f"{package}.") and not key.name.endswith("._partial_")
-            if is_own and key.comment and (is_new or differs):
-                keys.append(key)
-            shown[key.name] = key.default
-        if choice != default:
-            keys = [
-                key for key in keys if key.name not in (f"{package}._target_", f"{package}.name")
-            ]
+    internal = (f"{package}.name", f"{package}._partial_")
+    return [
+        key
+        for key in keys_of(file_of(group, choice))
+        if key.comment and key.name.startswith(f"{package}.") and key.name not in internal
+    ]
+
+
+def _group_keys(group: str, choices: Sequence[str]) -> Iterator[str]:
+    """All keys of the first choice, and new or different keys of the others."""
+    known: dict[str, str] = {}
+    for number, choice in enumerate(choices):
+        keys = _shown(group, choice)
+        if number:
+            target = f"{group.replace('/', '.')}._target_"
+            keys = [k for k in keys if known.get(k.name) != k.default and k.name != target]
         yield from _titled(f"{group}={choice}", keys)
+        known |= {key.name: key.default for key in keys_of(file_of(group, choice))}
 
 
 def _titled(title: str, keys: Sequence[Key]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from spatialdl.common.configuring.registered import ABOUT, NAMES
 CONF = Path(str(files("spatialdl.conf")))
 
 _LINE = re.compile(r"( *)([\w.]+):(?: +([^#\s].*?))?(?: +# (.*))?$")
+_RARE = "# rarely set"
 _PACKAGE = re.compile(r"^# @package (\S+)", re.MULTILINE)
 
 
@@ -27,11 +28,14 @@ class Key(NamedTuple):
         name: full path, such as ``parallel.gems.variant``.
         default: text of the value; empty for a key of a mapping.
         comment: text of the comment on the same line.
+        is_rare: whether only the help of its group lists it: it stands below a line
+            ``# rarely set``, or follows from other keys.
     """
 
     name: str
     default: str
     comment: str
+    is_rare: bool = False
 
 
 @cache
@@ -81,7 +85,9 @@ def keys_of(file: Path) -> tuple[Key, ...]:
 
 def _keys(lines: list[str], package: str) -> Iterator[Key]:
     parents: list[tuple[int, str]] = []  # indents and names, this key's included
+    is_rare = False
     for line in lines:
+        is_rare = is_rare or line == _RARE
         match = _LINE.match(line)
         if match is None:
             continue
@@ -90,7 +96,8 @@ def _keys(lines: list[str], package: str) -> Iterator[Key]:
         parents.append((indent, name))
         path = ".".join([*([package] if package else []), *(part for _, part in parents)])
         if parents[0][1] != "defaults":
-            yield Key(path, (match[3] or "").strip(), match[4] or "")
+            default = (match[3] or "").strip()
+            yield Key(path, default, match[4] or "", is_rare or default.startswith("${data."))
 
 
 def chosen_by_default(command: str) -> dict[str, str]:

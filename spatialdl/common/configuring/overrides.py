@@ -11,6 +11,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,7 @@ from hydra.core.override_parser.types import Glob, Override, ValueType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -48,14 +49,19 @@ ELSEWHERE = {
 """Names in other frameworks, where no key here is similar."""
 
 REMOVED = {
-    "debug=detect_nan": "trainer.stop_on_nan=true, the default, which repeats the step and names "
-    "the layer",
+    "debug=detect_nan": "the command without it, as every run stops at NaN and names the layer",
+    "trainer.stop_on_nan": "the command without it, as every run stops at NaN and names the layer",
     **{
         f"logger.{name}.images": "spatialdl.evaluate, which draws the worst samples; loggers get "
         "the pictures of the run"
         for name in ("tensorboard", "wandb", "mlflow")
     },
     "parallel.balance": "parallel.cut for other stages than those balanced by operation counts",
+    "parallel.gems.times": "parallel.gems.variant=master, which alternates every two micro-batches",
+    "trainer.validate_every_epochs": "trainer.validate_every with a number of steps",
+    "trainer.checkpoint.every_epochs": "trainer.checkpoint.every_steps; null: after each epoch",
+    "trainer.early_stopping.min_delta": "trainer.early_stopping.patience, as every improvement "
+    "counts",
     "trainer.compile": "the command without it, which compiled only stages that split no image",
     "optimizer.base_batch": "the learning rate of your batch, optimizer.lr",
     "optimizer.scale_lr": "the learning rate of your batch, optimizer.lr",
@@ -131,6 +137,18 @@ def check_overrides(
     _Check(overrides, command, config_name or command, config_dir).run(multirun)
 
 
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the configuration cannot be composed: {reason}") from error
+    except _OF_FILES as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the configuration cannot be composed: {reason}") from error
+
+
 class _Check:
     def __init__(
         self, overrides: Sequence[str], command: str, config_name: str, config_dir: str | None
@@ -139,7 +157,6 @@ class _Check:
         parser = OverridesParser.create()
         self._parsed = [_parsed(parser, text) for text in overrides]
         self._loader = _loader(config_dir, self._parsed)
-        self._all = f"`python -m spatialdl.{command} --help` lists all"
 
     def run(self, multirun: bool) -> None:
         if not multirun:
@@ -152,25 +169,24 @@ class _Check:
             config = self._composed(choices)
             for one in values:
                 self._check_key(one, config)
-            of_hydra = [one for one in values if one.key_or_group.startswith("hydra.")]
-            if of_hydra:
-                config = self._composed([*choices, *(str(one.input_line) for one in of_hydra)])
+            with _readable_errors():
+                for one in values:
+                    if not one.is_sweep_override():
+                        _apply(one, config)
             _check_hydra(config)
-        if not multirun:
-            self._composed([str(one.input_line) for one in self._parsed])
+
+    def _all(self, key: str) -> str:
+        """Where all keys are listed: in the help of the key's group, if it has one."""
+        group = key.partition(".")[0]
+        words = f"--help {group}" if group in groups() else "--help"
+        return f"`python -m spatialdl.{self._command} {words}` lists all"
 
     def _is_group(self, name: str) -> bool:
         return bool(self._loader.repository.group_exists(name))
 
     def _composed(self, choices: Iterable[str]) -> DictConfig:
-        try:
+        with _readable_errors():
             return self._loader.load_configuration(self._config_name, list(choices), RunMode.RUN)
-        except (HydraException, OmegaConfBaseException) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"the configuration cannot be composed: {reason}") from error
-        except _OF_FILES as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"the configuration cannot be composed: {reason}") from error
 
     # --- groups
 
@@ -214,7 +230,7 @@ class _Check:
             hint = " (a group of spatialdl.plan)" if group in chosen_by_default("plan") else ""
             raise ValueError(
                 f"{group} is not a group of spatialdl.{self._command}{hint}"
-                f"{_perhaps(group, [name for name in used if name != group])}; {self._all}"
+                f"{_perhaps(group, [name for name in used if name != group])}; {self._all('')}"
             )
 
     # --- keys
@@ -240,7 +256,7 @@ class _Check:
                 )
         plus = "+" if one.is_add() else ""
         raise ValueError(
-            f"{plus}{key} is unknown{_perhaps(key, self._names(config, key))}; {self._all}"
+            f"{plus}{key} is unknown{_perhaps(key, self._names(config, key))}; {self._all(key)}"
         )
 
     def _check_taken(self, one: Override, path: str, config: DictConfig) -> None:
@@ -270,7 +286,7 @@ class _Check:
         known = [*map(str, node if isinstance(node, DictConfig) else ()), *(taken or ())]
         if taken is not None and name not in taken:
             near = _perhaps(name, [word for word in known if word != "_target_"], f"{path}.")
-            raise ValueError(f"{path}.{name} is unknown to {target}{near}; {self._all}")
+            raise ValueError(f"{path}.{name} is unknown to {target}{near}; {self._all(path)}")
         if not (one.is_add() or one.is_force_add()):
             near = _perhaps(name, list(map(str, node)), f"{path}.")
             raise ValueError(
@@ -287,6 +303,17 @@ class _Check:
         """Candidates for a misspelt key."""
         names = list(_all_keys(config))
         return names if "." in key else [*(name for name in names if "." not in name), *names]
+
+
+def _apply(one: Override, config: DictConfig) -> None:
+    """Set, add or remove a value as Hydra does, which would compose everything anew."""
+    parent, _, name = one.key_or_group.rpartition(".")
+    if one.is_delete():
+        with open_dict(config):
+            del OmegaConf.select(config, parent)[name]
+        return
+    adds = one.is_add() or one.is_force_add()
+    OmegaConf.update(config, one.key_or_group, one.value(), force_add=adds)
 
 
 def _check_hydra(config: DictConfig) -> None:

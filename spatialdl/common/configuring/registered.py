@@ -1,6 +1,6 @@
 """What the configuration registers: layouts by name, and the resolver ``${new_folder:...}``.
 
-A layout that ``parallel=`` names sets a few numbers of ``conf/parallel/none.yaml``.
+A layout that ``parallel=`` names sets a few values of ``conf/parallel/none.yaml``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ PARTS: dict[str, dict[str, Any]] = {
     "gems": {"stages": 2, "microbatches": 2, "gems": {"variant": "mast"}},
 }
 """Keys of ``parallel`` that each part of a name sets: ``dp+sp`` sets those of dp and of sp."""
+
+EXPERIMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "four_tiles": ("sp", {"grid": [2, 2]}),
+    "gems_resnet110": ("gems", {"stages": 4, "microbatches": 4, "gems": {"variant": "master"}}),
+    "hyfi_amoebanet": ("sp+pp", {"grid": [2, 2], "stages": 3, "schedule": "1f1b"}),
+}
+"""Layouts of experiments: a name of `NAMES`, and the keys that differ from it.
+
+Keys of ``parallel`` in an experiment itself would also change the layout that a user chooses.
+"""
 
 ABOUT = {
     "dp": "data parallelism: each replica trains on its own part of the batch",
@@ -41,11 +51,17 @@ NAMES = tuple(
 
 def register() -> None:
     """Make the layouts known to Hydra, beside the files of the group."""
-    for name in NAMES:
-        node: dict[str, Any] = {"defaults": ["none", "_self_"], "name": name}
+    layouts: dict[str, tuple[str, dict[str, Any]]]
+    layouts = {f"parallel/{name}": (name, {}) for name in NAMES}
+    layouts |= {f"parallel/experiment/{name}": one for name, one in EXPERIMENTS.items()}
+    for path, (name, keys) in layouts.items():
+        node: dict[str, Any] = {"defaults": ["/parallel/none@_here_", "_self_"], "name": name}
         for part in name.split("+"):
             node.update(PARTS[part])
-        ConfigStore.instance().store(name, node, group="parallel", provider="spatialdl")
+        group, _, file = path.rpartition("/")
+        ConfigStore.instance().store(
+            file, node | keys, group=group, package="parallel", provider="spatialdl"
+        )
 
 
 def new_folder(name: str) -> str:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.common.configuring.keys import CONF, keys_of
 
-_FRACTIONS = ("comm.timeout", "scheduler.div_factor")
+_FRACTIONS = ("comm.timeout",)
 """Fractions are valid although the defaults are whole numbers."""
 
 _SWITCH, _WHOLE, _NUMBER, _NULL = "true or false", "a whole number", "a number", "null"

@@ -20,12 +20,13 @@ from spatialdl.common.files import replacing
 from spatialdl.common.text import fitted
 from spatialdl.slides.finding.tissue import find_tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
-from spatialdl.training.pictures.thumbnails import HEAT_COLOURS, HEAT_OPACITY, faint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+HEAT_COLOURS, HEAT_OPACITY = "turbo", 0.65
+"""Colour map and opacity of heat maps over pictures."""
 MOST = 8
 """Number of classes drawn at most."""
 TITLE, SMALL = 10, 8
@@ -37,6 +38,11 @@ _DPI = 130
 _GOLDEN = (5**0.5 - 1) / 2
 
 # --- style
+
+
+def faint(image: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """Convert an image to light grey (rows, columns), so that overlaid colours stay true."""
+    return np.asarray(255 - (255 - image.mean(2)) * 0.6)
 
 
 def colour_of(number: int) -> list[int]:

@@ -22,6 +22,7 @@ from spatialdl.data.format import VOLUME_CHUNK
 from spatialdl.data.image_source import Box, ImageSource, Pixels, Size, extents, whole_box
 from spatialdl.data.views import Views
 from spatialdl.errors import CheckpointError, SlideError
+from spatialdl.inference.predicting.activation import NEEDED, Activations
 from spatialdl.inference.predicting.inputs import Input
 from spatialdl.inference.predicting.network import Network
 from spatialdl.inference.predicting.pieces import (
@@ -38,7 +39,6 @@ from spatialdl.inference.predicting.trained import Trained
 from spatialdl.layout.layout import by
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.training.console.progress import has_terminal
-from spatialdl.training.pictures.activation import NEEDED, Activations
 from spatialdl.training.rank_loader import RankLoader
 from spatialdl.training.tasks.losses import own_pixels
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression, SampleTask

@@ -20,6 +20,7 @@ import gzip
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -49,13 +50,12 @@ from spatialdl.inference.predicting.pictures import (
 from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap
 from spatialdl.inference.predicting.running import SlideOutput
 from spatialdl.inference.predicting.volume_inputs import VolumeImages
-from spatialdl.training.pictures.orthogonal_slices import draw_sections
-from spatialdl.training.pictures.thumbnails import (
+from spatialdl.inference.predicting.volume_pictures import (
     COLOURS,
-    joined_sections,
-    mask_patches,
-    mean_sections,
-    pixel_patches,
+    PlanePart,
+    cut_planes,
+    draw_planes,
+    join_planes,
     window_in,
 )
 
@@ -105,11 +105,11 @@ def _save_map(
         own = [MapPiece(one.start, one.values[number : number + 1]) for one in pieces]
         _save(where, given, source, names[number], own, kind, world)
     size = source.stored.size
-    parts = world.gather([mask_patches(one.values[0], one.box, size) for one in best])
+    parts = world.gather([_cut(one, size) for one in best])
     path = where.path("-slices.png")
     if parts is not None:
-        sections = joined_sections([part for one in parts for part in one], size)
-        _draw(path, source.stored, given.name, classes.names, classes=sections)
+        planes = join_planes([part for one in parts for part in one], size)
+        _draw(path, source.stored, given.name, classes.names, classes=planes)
 
 
 def _save_activation(
@@ -136,7 +136,7 @@ def _save_activation(
         )
         _save(where, given, source, ending, [piece], values.dtype, SingleProcess())
         if number == most:
-            heat = _means(piece.values[0].numpy(), piece.box, size)
+            heat = join_planes([_cut(piece, size)], size)
     title = f"{given.name}: {classes.names[most]}"
     _draw(where.path("-activation.png"), source.stored, title, (), heat=heat)
 
@@ -176,10 +176,10 @@ def _spread(values: Array, box: Box, size: Size) -> MapPiece:
     return MapPiece(tuple(start), torch.from_numpy(values[np.ix_(*at)])[None])
 
 
-def _means(values: Array, box: Box, size: Size) -> list[Array]:
-    """Thumbnails of the sections of a volume of `size` that is 0 outside a box."""
-    patches = pixel_patches(lambda one: values[window_in(one, box)][..., None], box, size)
-    return [one[..., 0] for one in mean_sections([patches], size)]
+def _cut(piece: MapPiece, size: Size) -> list[PlanePart | None]:
+    """The planes of the first class of a piece of a map over a volume of `size`."""
+    values = piece.values[0].numpy()
+    return cut_planes(lambda box: values[window_in(box, piece.box)], piece.box, size)
 
 
 def _draw(
@@ -191,10 +191,10 @@ def _draw(
     heat: Sequence[Array] | None = None,
 ) -> None:
     """Draw the slices without and with overlay, and a legend of classes or the scale of heat."""
-    box = whole_box(stored.size)
-    grey = mean_sections([pixel_patches(stored.read, box, stored.size)], stored.size)
-    known = stored.size, grey, stored.spacing, stored.affine
-    drawn = [draw_sections(*known), draw_sections(*known, classes, heat)]
+    size = stored.size
+    parts = cut_planes(lambda box: stored.read(box)[..., 0], whole_box(size), size)
+    draw = partial(draw_planes, join_planes([parts], size), stored.spacing, stored.affine)
+    drawn = [draw(), draw(classes, heat)]
     rows, cols = drawn[0].shape[:2]
     down, across = (1, 2) if 2 * rows > cols else (2, 1)
     figure = new_figure(7.0 * across, 7.0 * down * rows / cols + 1)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -38,18 +39,6 @@ def progress_bar(total: int | None, text: str, unit: str, **how: Any) -> tqdm[An
 
 class StepProgress:
     """Progress of a run in optimizer steps, shown on rank 0.
-
-    Example::
-
-        with StepProgress(steps=100) as progress:
-            for ...:
-                progress.update(
-                    loss=0.3,
-                    learning_rate=0.1,
-                    images_per_second=12.0,
-                    data_wait=0.05,
-                    memory_mb=900.0,
-                )
 
     In a terminal, log messages appear above the bar.
 
@@ -85,28 +74,18 @@ class StepProgress:
     def __exit__(self, *raised: object) -> None:
         self._open.close()
 
-    def update(
-        self,
-        *,
-        loss: float,
-        learning_rate: float,
-        images_per_second: float,
-        data_wait: float,
-        memory_mb: float,
-    ) -> None:
+    def update(self, row: Mapping[str, float], memory_mb: float) -> None:
         """Advance by one step.
 
         Args:
-            loss: loss of the step.
-            learning_rate: learning rate of the step.
-            images_per_second: throughput of all ranks.
-            data_wait: share of the step's time spent waiting for data, 0 to 1.
+            row: values of the step, see `RunDirectory.log_step`.
             memory_mb: peak memory of this rank so far, in 2**20 bytes.
         """
         self._step += 1
         status = (
-            f"loss {loss:.4g}, lr {learning_rate:.3g}, {images_per_second:.3g} images/s, "
-            f"data wait {data_wait:.0%}, memory {readable_bytes(round(memory_mb * 2**20))}"
+            f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, "
+            f"{row['images_per_second']:.3g} images/s, data wait {row['data_wait']:.0%}, "
+            f"memory {readable_bytes(round(memory_mb * 2**20))}"
         )
         if self._bar is not None:
             self._bar.set_postfix_str(status, refresh=False)

@@ -34,26 +34,13 @@ PRECISIONS = {
 }
 
 
-def named(name: str) -> Precision:
-    """Look up a precision by name.
-
-    Raises:
-        ValueError: if it is not one of `PRECISIONS`.
-    """
-    if name not in PRECISIONS:
-        raise ValueError(
-            f"trainer.precision={name} is not supported: use one of {', '.join(PRECISIONS)}"
-        )
-    return PRECISIONS[name]
-
-
 def precision_of(name: str, device: torch.device) -> Precision:
     """Look up a precision by name and check that the device supports it.
 
     Raises:
         ValueError: if it does not.
     """
-    precision = named(name)
+    precision = PRECISIONS[name]
     mixed = precision.mixed
     if mixed is not None and device.type != "cpu" and not _has(device, mixed):
         kind = torch.get_device_module(device).get_device_properties(device).name

@@ -112,14 +112,9 @@ class WeightAverage:
     Args:
         parameters: parameters by name.
         decay: weight of the old average in a step, in [0, 1).
-
-    Raises:
-        ValueError: if `decay` is out of range.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        if not isinstance(decay, int | float) or not 0 <= decay < 1:
-            raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
         self._parameters, self._decay = dict(parameters), float(decay)
         self._averages = {
             name: parameter.detach().clone() for name, parameter in parameters.items()

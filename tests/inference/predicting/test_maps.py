@@ -16,10 +16,9 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.image_source import whole_box
 from spatialdl.data.views import Views
 from spatialdl.inference.predicting.maps import Overview, TileMap
-from spatialdl.inference.predicting.pictures import save_overlay
+from spatialdl.inference.predicting.pictures import HEAT_COLOURS, HEAT_OPACITY, save_overlay
 from spatialdl.inference.predicting.pieces import MapPiece, PiecedMap, to_file, turned_views, turns
 from spatialdl.slides.reading.reader import Thumbnail
-from spatialdl.training.pictures.thumbnails import HEAT_COLOURS, HEAT_OPACITY
 
 
 def whole(found: TileMap, column: int, rows: int = 7) -> np.ndarray:

@@ -25,7 +25,7 @@ TINY = [
     *("model.width=2", "data.image_size=[70,61]"),
     *("data.num_classes=3", "data.samples=12", "data.validation_samples=0", "data.batch_size=8"),
     *("trainer.precision=float64", "trainer.max_steps=4", "comm.check=true", "device=cpu"),
-    *("parallel.microbatches=2", "optimizer.lr=0.01", "trainer.checkpoint.every_epochs=null"),
+    *("parallel.microbatches=2", "optimizer.lr=0.01"),
     *("trainer.checkpoint.every_steps=2", "comm.map=true"),
 ]
 SIZE = MPI.COMM_WORLD.size

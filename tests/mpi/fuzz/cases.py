@@ -137,7 +137,7 @@ def draw_case(one: Callable[..., Any], ranks: int) -> Case:
         "clip_norm": one(None, None, 0.5),
         "ema": one(None, None, 0.8),
     }
-    optimizer = one(*(OPTIMIZERS[:3] if parallel["shard_state"] else OPTIMIZERS))
+    optimizer = one(*(OPTIMIZERS[:2] if parallel["shard_state"] else OPTIMIZERS))
     backend = one(None, None, None, "gloo", "mpi4py")
     comm = {"backend": backend if parallel["shard_state"] else None}
     model, head = {"kind": one("chain", "graph")}, "labels"
@@ -183,7 +183,7 @@ def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
     has_stages = found["stages"] > found["interleave"]
     variants = ("none", "basic", "mast", "master") if has_stages else ("none",)
     variant = one(*variants) if found["interleave"] == 1 else "none"
-    schedule, times = "gpipe", one(1, 2) if variant == "master" else 1
+    schedule = "gpipe"
     if found["interleave"] > 1:
         schedule = "interleaved"
     elif variant == "none":
@@ -193,8 +193,7 @@ def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
         **found,
         "schedule": schedule,
         "gems.variant": variant,
-        "gems.times": times,
-        "microbatches": one(1, 2, 3, 4) if variant == "none" else 2 * times * one(1, 2),
+        "microbatches": one(1, 2, 3, 4) if variant == "none" else 2 * one(1, 2),
         "recompute": one("none", "none", "block", "stage"),
         "sync_batchnorm": found["data"] > 1 and one(False, False, True),
         "shard_state": can_shard and one(False, False, True),
@@ -203,7 +202,6 @@ def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
 
 OPTIMIZERS: list[Keys] = [
     {"name": "sgd", "lr": 0.05},
-    {"name": "sgd", "lr": 0.05, "nesterov": True},
     {"name": "adamw", "lr": 0.01},
     {"name": "lars", "lr": 1.0, "trust": 0.01},
     {"name": "lamb", "lr": 0.01},

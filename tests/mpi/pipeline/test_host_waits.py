@@ -30,7 +30,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.tensor import from_tile
-from spatialdl.training.step import TrainingStep, mixed
+from spatialdl.training.tasks.mixup import mix_samples
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import Classification, MultiLabel, Task
 from spatialdl.training.trainer import Trainer
@@ -97,7 +97,7 @@ def counting() -> Iterator[Callable[[], tuple[Counts, Counter[Any]]]]:
 SMALL = (
     "data.num_classes=5 data.image_size=[96,96] data.batch_size=4 data.samples=12 data.workers=0 "
     "data.validation_samples=0 trainer.max_steps=3 trainer.report=false trainer.checkpoint.keep=0 "
-    "trainer.checkpoint.every_epochs=null"
+    "trainer.checkpoint.every_steps=99"
 )
 RESNET18, RESNET50 = "model=resnet18 model.width=4", "model=resnet50"
 UNET, FULL_UNET = "model=unet model.width=4 task=segmentation", "model=unet task=segmentation"
@@ -167,15 +167,15 @@ def test_a_step_stays_within_its_bounds(
     if world.size != ranks:
         pytest.skip(f"needs {ranks} ranks")
     found: list[tuple[Counts, Counter[Any]]] = []
-    run = TrainingStep.run
+    run = Trainer.run_step
 
-    def counted(step: TrainingStep, batch: list[Microbatch], number: int) -> float:
+    def counted(trainer: Trainer, batch: list[Microbatch]) -> float:
         with counting() as so_far:
-            loss = run(step, batch, number)
+            loss = run(trainer, batch)
             found.append(so_far())
         return loss
 
-    monkeypatch.setattr(TrainingStep, "run", counted)
+    monkeypatch.setattr(Trainer, "run_step", counted)
     trainer = Trainer(composed("train", *SMALL.split(), *words.split(), device_key(world)), world)
     fit(trainer, tmp_path / "run")
     counts, sites = found[-1]
@@ -224,7 +224,7 @@ def test_weights_of_classes_are_copied_to_the_device_once(
 def test_mixup_does_not_wait() -> None:
     tile, target = torch.rand(4, 3, 8, 8).to(DEVICE), torch.tensor([0, 1, 2, 0]).to(DEVICE)
     with counting() as found:
-        mixed([Microbatch(4, 1.0, tile, target)], 0.4, 3, 0, 0, 0, 1)
+        mix_samples([Microbatch(4, 1.0, tile, target)], 0.4, 3, 0, 0, 0, 1)
     assert found()[0].waits == 0, found()
 
 

@@ -27,7 +27,7 @@ TINY = [
     ),
     *("data.num_classes=3", "data.samples=14", "data.validation_samples=0", "data.batch_size=5"),
     *("trainer.precision=float64", f"trainer.max_steps={STEPS}"),
-    *("trainer.checkpoint.every_epochs=null", f"trainer.checkpoint.every_steps={SAVED}"),
+    f"trainer.checkpoint.every_steps={SAVED}",
 ]
 SGD = "optimizer=sgd optimizer.lr=0.05 optimizer.momentum=0.9 trainer.clip_norm=0.5"
 ADAMW = "optimizer=adamw scheduler=cosine scheduler.warmup_steps=3"

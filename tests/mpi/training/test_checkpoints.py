@@ -37,12 +37,7 @@ HERE = [name for name, layout in LAYOUTS.items() if layout.ranks <= SIZE]
 HERE = [name for name in HERE if "shard" not in name or LAYOUTS[name].ranks == SIZE]
 QUICK = {
     3: [("sp+pp", "dp"), ("gems", "none"), ("tensor", "tensor 3")],
-    4: [
-        ("sp+pp", "dp"),
-        ("none", "shard"),
-        ("shard", "sp+pp tensor"),
-        ("sp+pp tensor", "shard tensor"),
-    ],
+    4: [("none", "shard"), ("shard", "sp+pp tensor"), ("sp+pp tensor", "shard tensor")],
 }
 CHECKPOINT = f"checkpoints/step-{SAVED:08d}"
 

@@ -9,6 +9,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import NotFinite
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
+from tests.fitting import fit
 from tests.mpi.device import device_key
 from tests.training.checkpoints.runs import checkpoints
 from tests.training.not_finite import CHAIN
@@ -27,7 +28,7 @@ def first(world: Communicator, folder, *words: str) -> tuple[str, Trainer]:
     more = ("data.num_classes=3", "trainer.max_steps=3", "data.validation_samples=2")
     trainer = Trainer(composed("train", *CHAIN, *small, *more, device_key(world), *words), world)
     with pytest.raises(NotFinite) as found:
-        trainer.fit(folder)
+        fit(trainer, folder)
     texts = MPI.COMM_WORLD.allgather(str(found.value))
     assert texts == [texts[0]] * len(texts)
     return texts[0], trainer

@@ -24,6 +24,7 @@ from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 from tests.fitting import fit
 
+pytestmark = pytest.mark.world(2, 3)
 SIZE = 1100, 24  # three rows of chunks
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
 RANKS = WORLD.size
@@ -131,7 +132,7 @@ def test_losses_are_those_without_staging(layout, data, tmp_path, world, until_d
     assert not list(here.iterdir())
 
 
-@pytest.mark.world(2, 3, 4)
+@pytest.mark.world(3)
 def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, two_nodes, caplog):
     """Ranks of the upper rows on one node, the last rank on another one."""
     disk = tmp_path / "disk"  # of each rank its own; a node's is that of its first rank
@@ -196,6 +197,7 @@ def test_a_disk_that_others_fill_is_said_once_a_node(
     assert [path.name for path in small_disk.iterdir()] in (["of-others"], [])
 
 
+@pytest.mark.world(3)
 def test_damage_ends_all_ranks(data, tmp_path, world, until_done):
     with pytest.raises(
         ShardError, match=r"shard-00001\.h5 has SHA-256 .* It holds samples 0, 1, 2"

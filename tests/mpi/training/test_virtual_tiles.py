@@ -19,13 +19,19 @@ from tests.mpi.training.small import trained
 
 WORLD = MPI.COMM_WORLD
 SMALL = (
-    *("data.image_size=[70,67]", "data.num_classes=3", "data.samples=7", "data.batch_size=4"),
+    *("data.num_classes=3", "data.samples=5", "data.batch_size=4"),
     *("data.validation_samples=3", "data/augment=pathology", "trainer.precision=float64"),
     *("trainer.max_steps=2", "trainer.validate_every=1", "trainer.report=false"),
 )
 KINDS = {
-    "classification": ["model.width=8"],
-    "segmentation": ["task=segmentation", "model=unet", "model.width=8", "model.depth=2"],
+    "classification": [
+        *("++model._target_=tests.mpi.training.small.small", "~model.width"),
+        "data.image_size=[140,133]",
+    ],
+    "segmentation": [
+        *("task=segmentation", "model=unet", "model.width=4", "model.depth=1"),
+        "data.image_size=[70,67]",
+    ],
 }
 # (layout, slices of the batch that one process accumulates over); the ranks follow from it
 LAYOUTS = {
@@ -44,7 +50,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(("layout", "slices"), LAYOUTS.get(WORLD.size, []))
 def test_equals_one_process(layout, slices, task, tmp_path):
     words = [*KINDS[task], "parallel.microbatches=1", *layout.split()]
-    limit = ["trainer.memory_limit_gb=0.0003", f"parallel.stream_to={tmp_path}"]
+    limit = ["trainer.memory_limit_gb=0.0001", f"parallel.stream_to={tmp_path}"]
     trainer, ours = trained(tmp_path / "ours", MpiCommunicator(WORLD), *SMALL, *words, *limit)
     written = trainer.parts.pipeline.options.memory.store.written
     assert WORLD.allreduce(written) > 600_000

@@ -24,7 +24,7 @@ TINY = [
     *("++model._target_=tests.training.checkpoints.runs.network", "~model.width"),
     *("data.image_size=[9,8]", "data.num_classes=3", "data.samples=10", "data.batch_size=4"),
     *("data.validation_samples=3", "trainer.precision=float64", "trainer.max_steps=8"),
-    *("trainer.checkpoint.every_epochs=null", "device=cpu"),
+    *("trainer.checkpoint.every_steps=99", "device=cpu"),
 ]
 
 

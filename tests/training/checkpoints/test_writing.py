@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training.checkpoints import folder, writing
+from spatialdl.training.checkpoints import writing
 from spatialdl.training.checkpoints.checkpoints import Checkpoints
 from spatialdl.training.checkpoints.folder import LATEST, pointed, stage_file
 from spatialdl.training.checkpoints.reading import FORMAT, damages
@@ -222,9 +222,7 @@ def killed_in(function: Any, run_dir: Path) -> None:
     [
         ((writing, "sync"), []),  # of the second file
         ((writing, "publish"), [3]),
-        ((folder, "fsync_folder"), [3, 6]),
         ((writing, "point"), [3, 6]),
-        ((writing, "prune"), [3, 6]),
     ],
     ids=lambda one: one[1] if isinstance(one, tuple) else None,
 )

@@ -13,8 +13,10 @@ from spatialdl.training.console.progress import StepProgress
 
 @pytest.mark.usefixtures("clean")
 def test_rank_0_says_a_warning_once_here_and_in_the_file(tmp_path, capsys):
+    (tmp_path / "train.log").write_text("an earlier run\n")
     run_log.start_log(rank=0)
     log = logging.getLogger("spatialdl.somewhere")
+    log.info("before")
     with run_log.log_to_file(tmp_path / "train.log"):
         for _ in range(3):
             log.warning("slow disk %d", 1)
@@ -23,6 +25,10 @@ def test_rank_0_says_a_warning_once_here_and_in_the_file(tmp_path, capsys):
                 warnings.simplefilter("always")
                 warnings.warn("from Python", stacklevel=1)
         log.warning("slow disk %d", 2)
+    log.info("after")
+    first, *lines = (tmp_path / "train.log").read_text().splitlines()
+    assert first == "an earlier run"
+    assert not any(line.endswith((" before", " after")) for line in lines)
     for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
         assert text.count("slow disk 1") == text.count("slow disk 2") == 1
         assert text.count("UserWarning: from Python") == 1
@@ -47,24 +53,7 @@ def test_another_rank_is_silent_but_for_errors(capsys):
 
 
 @pytest.mark.usefixtures("clean")
-def test_a_file_gets_what_is_said_meanwhile_behind_what_is_there(tmp_path):
-    file = tmp_path / "train.log"
-    file.write_text("an earlier run\n")
-    run_log.start_log(rank=0)
-    log = logging.getLogger("spatialdl.somewhere")
-    log.info("before")
-    with run_log.log_to_file(file):
-        log.info("meanwhile")
-    log.info("after")
-    first, second = file.read_text().splitlines()
-    assert first == "an earlier run"
-    assert second.endswith("[spatialdl.somewhere][INFO] - meanwhile")
-
-
-@pytest.mark.usefixtures("clean")
 def test_warnings_appear_once_above_a_bar_too(capsys):
-    from spatialdl.training.console.progress import StepProgress
-
     logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], force=True)
     run_log.warn_once()
     with StepProgress(2, terminal=True):
@@ -90,7 +79,6 @@ def test_a_full_disk_is_said_once_and_no_error_of_ours(tmp_path, capsys):
 
 
 STEP = {"loss": 0.125, "learning_rate": 0.05, "images_per_second": 12.34, "data_wait": 0.05}
-STEP["memory_mb"] = 900.0
 TOLD = "loss 0.125, lr 0.05, 12.3 images/s, data wait 5%, memory 943.7 MB"
 
 
@@ -106,7 +94,7 @@ def lines(caplog, clock, steps: int, seconds: float, done: int = 0) -> list[str]
     with caplog.at_level(logging.INFO), StepProgress(steps, done, terminal=False) as progress:
         for _ in range(done, steps):
             clock[0] += seconds
-            progress.update(**STEP)
+            progress.update(STEP, memory_mb=900.0)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -133,7 +121,7 @@ def test_a_terminal_gets_a_bar_and_messages_above_it(capsys, caplog, clock):
     with StepProgress(4, terminal=True) as progress:
         for _ in range(4):
             clock[0] += 1
-            progress.update(**STEP)
+            progress.update(STEP, memory_mb=900.0)
     errors = capsys.readouterr().err
     assert "4/4" in errors
     assert TOLD in errors

@@ -5,7 +5,6 @@ import pytest
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.common.text import width
 from spatialdl.layout.placement import Placement
-from spatialdl.training.console.run_log import ranks_text
 from spatialdl.training.console.start_table import (
     Device,
     StageMemory,
@@ -89,12 +88,6 @@ def test_ranks_of_a_machine_are_told_together():
     ]
 
 
-def test_ranks_are_told_as_ranges():
-    assert [ranks_text([3]), ranks_text(range(3))] == ["rank 3", "ranks 0 to 2"]
-    assert ranks_text([0, 2, 4]) == "ranks 0, 2, 4"
-    assert ranks_text(range(0, 512, 8)) == "ranks 0, 8, 16, 24 ... 504"
-
-
 DEVICES = [Device(f"node{1 + rank % 2}", f"cuda:{rank // 2}", "a GPU") for rank in range(6)]
 SP_PP_RANKS = """
 rank  host   device  replica  stage   rows  columns
@@ -113,12 +106,6 @@ rank  replica  stage             rows  columns
    2        0  1                 0:99     0:70
    2        0  0 of the copy     0:49     0:70
 """
-LOCAL_DP_RANKS = """
-rank  replica  stage   rows  columns  samples
-   0        0  0      0:100     0:70      all
-   1        0  1      0:100     0:70   1 of 2
-   2        0  1      0:100     0:70   2 of 2
-"""
 
 
 @pytest.mark.parametrize(
@@ -129,7 +116,6 @@ rank  replica  stage   rows  columns  samples
             SP_PP_RANKS,
         ),
         (Placement(1, ((2, 1), (1, 1)), mirrored=True), (99, 70), None, GEMS_RANKS),
-        (Placement(1, ((1, 1), (1, 1)), batch=(1, 2)), (100, 70), None, LOCAL_DP_RANKS),
     ],
 )
 def test_what_lies_on_each_rank_has_a_line_a_box(placement, size, devices, text):

@@ -13,7 +13,6 @@ from torch import Tensor
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.synthetic import SyntheticDataset, SyntheticTargets
 from spatialdl.pipeline.stage_runtime import Microbatch
-from spatialdl.training.step import mixed
 from spatialdl.training.tasks.losses import (
     classification_loss,
     classification_weights,
@@ -21,6 +20,7 @@ from spatialdl.training.tasks.losses import (
     regression_loss,
     segmentation_loss,
 )
+from spatialdl.training.tasks.mixup import mix_samples
 from spatialdl.training.tasks.task import task_of
 from tests.composing import composed
 
@@ -259,8 +259,8 @@ def slices(*samples: int) -> list[Microbatch]:
 
 def test_images_and_labels_are_mixed_by_one_share_with_one_partner():
     given = slices(5)
-    assert mixed(given, 0.0, 3, 0, 0, 0, 1)[0] is given[0]
-    (plain,), (one,) = given, mixed(slices(5), 0.4, 3, seed=1, step=7, replica=0, replicas=1)
+    assert mix_samples(given, 0.0, 3, 0, 0, 0, 1)[0] is given[0]
+    (plain,), (one,) = given, mix_samples(slices(5), 0.4, 3, seed=1, step=7, replica=0, replicas=1)
     labels = F.one_hot(plain.target, 3).double()
     draw = np.random.default_rng([0x6D697875, 1, 7, 0])
     share, partners = draw.beta(0.4, 0.4), draw.permutation(5)
@@ -271,20 +271,20 @@ def test_images_and_labels_are_mixed_by_one_share_with_one_partner():
 
 
 def test_replicas_draw_as_one_process_does_for_the_same_slices():
-    plain = mixed(slices(2, 2, 2, 2), 1.0, 3, 0, 5, replica=0, replicas=1)
+    plain = mix_samples(slices(2, 2, 2, 2), 1.0, 3, 0, 5, replica=0, replicas=1)
     given = slices(2, 2, 2, 2)
     for replica in range(2):
-        own = mixed(given[replica::2], 1.0, 3, 0, 5, replica, replicas=2)
+        own = mix_samples(given[replica::2], 1.0, 3, 0, 5, replica, replicas=2)
         for ours, theirs in zip(own, plain[replica::2], strict=True):
             assert ours.tile.equal(theirs.tile)
             assert ours.target.equal(theirs.target)
 
 
 def test_ranks_without_images_or_labels_mix_what_they_have():
-    whole, bare, numbers = mixed(slices(4), 1.0, 3, 0, 0, 0, 1)[0], *slices(4, 4)
+    whole, bare, numbers = mix_samples(slices(4), 1.0, 3, 0, 0, 0, 1)[0], *slices(4, 4)
     bare.tile = None
-    found = mixed([bare, Microbatch(0, 0.0)], 1.0, 3, 0, 0, 0, 1)
+    found = mix_samples([bare, Microbatch(0, 0.0)], 1.0, 3, 0, 0, 0, 1)
     assert found[0].target.equal(whole.target)
     assert found[0].tile is found[1].tile is found[1].target is None
     numbers.target = torch.randn(4, 2)
-    assert mixed([numbers], 1.0, 3, 0, 0, 0, 1)[0].target.shape == (4, 2)
+    assert mix_samples([numbers], 1.0, 3, 0, 0, 0, 1)[0].target.shape == (4, 2)

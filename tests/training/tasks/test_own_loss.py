@@ -47,7 +47,6 @@ class Learned(nn.Module):
 
 def made(*words):
     overrides = [rewritten(word) for word in words]
-    check_overrides(overrides)
     return task_of(composed("train", *overrides).task, 3, SyntheticDataset(7, (8, 8), 3))
 
 
@@ -92,8 +91,6 @@ def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():
         ("task.loss._target_=no.such.Loss", "task.loss._target_=no.such.Loss cannot be created"),
         (f"{HERE}.Weighted", "cannot be created: .*weights"),
         (f"{HERE}.Learned", "has parameters, but only those of the network"),
-        (f"{HERE}.squared task.loss.powr=2", "nearest: task.loss.power"),
-        ("task.loss.power=2", "not set: add task.loss._target_=package.Class"),
         (f"{HERE}.HERE", "cannot be created"),
         (
             f"{HERE}.squared task.class_weights=[1,2,3]",
@@ -105,6 +102,16 @@ def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():
 def test_what_cannot_be_is_told(words, sentence):
     with pytest.raises(ValueError, match=sentence):
         made(*words.split())
+
+
+def test_arguments_are_those_of_the_loss_that_is_set():
+    words = [f"{HERE}.squared", "task.loss.power=3", "task.mixup=0.2"]
+    check_overrides([rewritten(word) for word in words])
+    words[1] = "task.loss.powr=2"
+    with pytest.raises(ValueError, match=r"nearest: task\.loss\.power"):
+        check_overrides([rewritten(word) for word in words])
+    with pytest.raises(ValueError, match=r"not set: add task\.loss\._target_=package\.Class"):
+        check_overrides([rewritten("task.loss.power=2")])
 
 
 @pytest.mark.parametrize("wrong", [lambda output, _: output.sum(1), lambda *_: 1.0])

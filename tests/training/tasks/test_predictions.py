@@ -128,8 +128,10 @@ def test_slides_whose_tiles_have_several_labels_are_marked():
 
 
 def parts(*words: str) -> RunParts:
-    given = ("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=3")
-    return make_parts(*given, "data.batch_size=3", "device=cpu", "trainer.max_steps=1", *words)
+    given = ("data.image_size=[40,36]", "data.num_classes=3", "data.samples=3", "device=cpu")
+    network = ["++model._target_=tests.mpi.training.small.small", "~model.width"]
+    network = ["++model.width=2", *words] if "model=unet" in words else [*network, *words]
+    return make_parts(*given, "data.batch_size=3", "trainer.max_steps=1", *network)
 
 
 def test_a_class_without_auroc_is_named_once(tmp_path, caplog):

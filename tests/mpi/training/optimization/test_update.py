@@ -151,7 +151,7 @@ LAYOUTS = {
         ("parallel=none parallel.tensor=2", "optimizer=lamb scheduler=step"),
         ("parallel=sp", "optimizer=lars scheduler=one_cycle optimizer.lr=50"),
         ("parallel=pp parallel.microbatches=1", "optimizer=lamb scheduler=step"),
-        ("parallel=dp parallel.shard_state=true comm.backend=mpi4py", "optimizer.nesterov=true"),
+        ("parallel=dp parallel.shard_state=true comm.backend=mpi4py", "+optimizer.nesterov=true"),
     ],
     4: [
         ("parallel=sp+lp parallel.tensor=[1,2]", "optimizer=lars optimizer.lr=50"),

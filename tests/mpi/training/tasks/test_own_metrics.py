@@ -62,14 +62,8 @@ ROWS = {
         ("parallel=dp", "regression multilabel whole_maps"),
         ("parallel=gems parallel.microbatches=2", "whole_maps"),
         ("parallel=sp parallel.gather_before=head", "maps"),
-        ("parallel=pp parallel.microbatches=2", "classes"),
-    ],
-    3: [
-        ("parallel=dp parallel.data=3", "classes whole_maps"),
-        ("parallel=sp parallel.grid=[3,1]", "maps"),
     ],
     4: [
-        ("parallel=sp parallel.grid=[2,2]", "maps classes"),
         ("parallel=sp parallel.data=2", "maps multilabel"),
         ("parallel=sp+pp parallel.grid=[3,1] parallel.microbatches=2", "classes"),
     ],

@@ -19,7 +19,6 @@ from tests.training.checkpoints.runs import table
 SIZE = 37, 45
 LAYOUTS = {
     2: [
-        "parallel=sp",
         "parallel=sp parallel.grid=[1,2] parallel.recompute=block",
         "parallel=sp parallel.gather_before=decoder.1",
         "parallel=dp",
@@ -27,7 +26,7 @@ LAYOUTS = {
     ],
     3: ["parallel=sp parallel.grid=[3,1]"],
     4: [
-        *("parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.data=2"),
+        "parallel=sp parallel.data=2",
         pytest.param("parallel=sp parallel.tensor=2", marks=pytest.mark.slow),
     ],
 }

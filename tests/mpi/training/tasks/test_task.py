@@ -61,11 +61,11 @@ ROWS = {
     # batches of 4, and a last one of 2; 5 samples to validate on
     3: [Row("parallel=dp parallel.data=3", 3, 4, "classes maps", ALL)],
     4: [
-        Row("parallel=sp parallel.grid=[2,2]", 1, 4, "classes maps", ALL),
+        Row("parallel=sp parallel.grid=[2,2]", 1, 4, "maps", ALL),
         Row(LOCAL, 1, 4, "balanced multilabel", "classes regression"),
         Row("parallel=sp parallel.tensor=2", 1, 4, "own_maps", ALL),
-        Row(PIPED, 2, 4, "own_maps", ALL),
-        Row(GEMS, 4, 5, "classes", ALL),
+        Row(PIPED, 2, 4, "classes", ALL),
+        Row(GEMS, 4, 5, "", ALL),
         Row(SHARDED, 4, 5, "classes", "deep"),
     ],
 }

@@ -1,23 +1,20 @@
-"""Maps of which a class's score is the mean, and their colours."""
+"""Maps of which a class's score is the mean."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-import numpy as np
 import pytest
 import torch
-from matplotlib import colormaps
 from torch import Tensor, nn
 
+from spatialdl.inference.predicting.activation import Activations
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.stage_runtime import Microbatch
-from spatialdl.training.pictures.activation import Activations
-from spatialdl.training.pictures.thumbnails import HEAT_OPACITY, faint, heated
 from tests.fitting import make_parts
 from tests.mpi.training.small import small
 
-HERE = "tests.training.pictures.test_activation"
+HERE = "tests.inference.predicting.test_activation"
 SMALL = "tests.mpi.training.small.small"
 DRAW = torch.Generator().manual_seed(0)
 IMAGES = torch.rand(5, 3, 23, 19, dtype=torch.float64, generator=DRAW)
@@ -127,16 +124,3 @@ def test_networks_without_such_an_end_are_refused(network, why):
     watch, output = evaluated(f"{HERE}.{network}")
     assert watch.take(output) is None
     assert watch.refusal == why
-
-
-def test_colours_go_from_0_to_the_most():
-    image = np.full((5, 4, 3), 100, np.uint8)
-    picture = heated(image, np.array([[-3.0, 0.0], [2.0, 4.0]]))
-    grey, low = faint(image)[0, 0], np.array(colormaps["turbo"](0.0)[:3])
-    expected = ((1 - HEAT_OPACITY) * grey + HEAT_OPACITY * 255 * low).round()
-    assert picture.shape == (5, 4, 3)
-    assert (picture[:2, :] == expected).all()
-    assert (picture[3:, 2:] == picture[4, 3]).all()
-    assert picture[4, 3, 0] > picture[4, 3, 2]  # red
-    assert not (picture[4, 0] == picture[4, 3]).all()
-    assert (heated(image, np.array([[-1.0]])) == expected).all()
