@@ -156,7 +156,7 @@ class Halo:
         def exchange() -> None:
             strips = geometry.strips(tile) if new_strips else self.strips
             halo = Exchange(plan, [BoxedTensor(tile, plan.own)], geometry.held(strips), tile.device)
-            start_exchange(comm, halo, "halo").wait()
+            start_exchange(comm, halo).wait()
 
         return exchange
 

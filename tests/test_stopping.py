@@ -75,9 +75,9 @@ def stopped_at(run_dir: Path) -> int:
     return int(marker["step"])
 
 
-def test_three_ranks_are_stopped_and_one_goes_on(tmp_path):
+def test_ranks_are_stopped_and_one_process_goes_on(tmp_path):
     run_dir = tmp_path / "run"
-    with started(command(run_dir, *SP_PP, *LONG)) as process:
+    with started(command(run_dir, "parallel=sp", *LONG)) as process:
         process.send_signal(signal.SIGTERM)
         output = process.stdout.read()
         assert process.wait(250) == 0, output
@@ -86,9 +86,9 @@ def test_three_ranks_are_stopped_and_one_goes_on(tmp_path):
     goes_on(run_dir, step)
 
 
-def goes_on(run_dir: Path, step: int) -> None:
+def goes_on(run_dir: Path, step: int, *words: str) -> None:
     """In this process, and has the losses of a run that was never stopped."""
-    end = ("data.validation_samples=0", "parallel.microbatches=2", f"trainer.max_steps={step + 2}")
+    end = ("data.validation_samples=0", f"trainer.max_steps={step + 2}", *words)
     train(run_dir, *end, "ckpt_path=latest")
     assert not (run_dir / "stopped.json").exists()
     train(run_dir.parent / "one", *end)
@@ -146,4 +146,4 @@ def test_a_rank_that_is_killed_leaves_the_last_checkpoint(tmp_path):
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         assert process.wait(250) != 0
     assert not (tmp_path / "run" / "stopped.json").exists()
-    goes_on(tmp_path / "run", checkpoints(tmp_path / "run")[-1])
+    goes_on(tmp_path / "run", checkpoints(tmp_path / "run")[-1], "parallel.microbatches=2")

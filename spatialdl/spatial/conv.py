@@ -158,8 +158,9 @@ class _TileConvolution(torch.autograd.Function):
         mesh: Mesh,
     ) -> Tensor:
         strips = geometry.strips(tile)
-        halo = Exchange(plan, [BoxedTensor(tile, plan.own)], geometry.held(strips), tile.device)
-        exchange = start_exchange(mesh.grid_comm, halo, conv.name)
+        own, held = [BoxedTensor(tile, plan.own)], geometry.held(strips)
+        halo = Exchange(plan, own, held, tile.device, name=conv.name)
+        exchange = start_exchange(mesh.grid_comm, halo)
         alone = conv.forward(tile, weight, bias, geometry.padding)
         y = geometry.wanted(alone)
         if y.shape != alone.shape:
@@ -186,8 +187,9 @@ class _TileConvolution(torch.autograd.Function):
         arrivals = rooms_back(tile, plan)
         exchange = None
         if needs_tile:
-            halo = Exchange(plan, geometry.held(grad_strips), arrivals, tile.device, adjoint=True)
-            exchange = start_exchange(ctx.mesh.grid_comm, halo, conv.name)
+            held, name = geometry.held(grad_strips), conv.name
+            halo = Exchange(plan, held, arrivals, tile.device, adjoint=True, name=name)
+            exchange = start_exchange(ctx.mesh.grid_comm, halo)
         if grad.shape != ctx.alone_shape:
             padded = empty_for(grad, ctx.alone_shape).zero_()
             geometry.wanted(padded).copy_(grad)
