@@ -155,10 +155,9 @@ class Halo:
 
         def exchange() -> None:
             strips = geometry.strips(tile) if new_strips else self.strips
-            halo = Exchange(
-                plan, [BoxedTensor(tile, plan.own)], geometry.outside_strips(strips), tile.device
-            )
-            start_exchange(comm, halo, "halo").wait()
+            own, outside = [BoxedTensor(tile, plan.own)], geometry.outside_strips(strips)
+            halo = Exchange(plan, own, outside, tile.device)
+            start_exchange(comm, halo).wait()
 
         return exchange
 

@@ -50,11 +50,10 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import backend_for, choose_device_path, device_of
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh
-from spatialdl.comm.single_process import Completed
 from spatialdl.comm.store import store_by_mpi
 from spatialdl.comm.world import start_world
-from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import nearly_cubic
+from spatialdl.layout.placement import Axes
 from spatialdl.spatial.checking.network import find_builder
 from spatialdl.torch_internals import import_compiler
 from spatialdl.training.peak_memory import peak_memory_mb
@@ -195,16 +194,6 @@ def training(options: argparse.Namespace, **changes: object) -> argparse.Namespa
     return argparse.Namespace(**found, **{**plain, **changes})
 
 
-class SilentPeers(Dry):
-    """Communicator that drops all messages, for tensors with data."""
-
-    def start_exchange(self, *args: Any) -> Completed:
-        return Completed()
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        return values.expand(self.size, *values.shape).clone()
-
-
 def work(options: argparse.Namespace) -> dict[str, Any] | None:
     """Train in one process or on ranks: times, and the peak memory of the largest rank.
 
@@ -242,7 +231,7 @@ def _mesh(options: argparse.Namespace) -> Mesh | None:
     grid = tuple(options.grid)
     if not options.silent:
         return spatialdl.init_mesh(grid, check=False)
-    peers = SilentPeers(0, torch.Size(grid).numel())
+    peers = Dry(0, torch.Size(grid).numel())
     return Mesh(Axes(spatial=grid), 0, 0, peers, peers)
 
 

@@ -235,7 +235,7 @@ def test_configurations_of_the_users_are_found_on_the_ranks_whose_exit_code_is_p
 
 @pytest.mark.parametrize(
     ("arguments", "steps", "epochs"),
-    [([], None, 1), (["trainer.max_steps=90"], 90, None), (["trainer.max_epochs=3"], None, 3)],
+    [([], None, 1), (["trainer.max_steps=90"], 90, None)],
 )
 def test_a_run_ends_after_an_epoch_unless_told_otherwise(inside, arguments, steps, epochs):
     settings = inside(*arguments)[2][0][0].trainer

@@ -323,13 +323,14 @@ def on_nodes(ranks: int, nodes: int | None, each: int | None) -> tuple[int | Non
     assert nodes is not None
     if nodes > ranks:
         raise ValueError(
-            f"launcher.nodes={nodes}, but the layout has {_ranks(ranks)}: use at most {ranks}"
+            f"launcher.nodes={nodes}, but the layout has {counted(ranks, 'rank')}: "
+            f"use at most {ranks}"
         )
     if each is None:
         return nodes, -(-ranks // nodes)
     if nodes * each < ranks:
         raise ValueError(
-            f"the layout has {_ranks(ranks)}, but launcher.nodes={nodes} x "
+            f"the layout has {counted(ranks, 'rank')}, but launcher.nodes={nodes} x "
             f"launcher.tasks_per_node={each} = {nodes * each}: omit one of them"
         )
     return nodes, min(each, ranks)
@@ -373,7 +374,3 @@ def _check_words(key: str, value: object) -> None:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -53,6 +53,7 @@ class Exchange(NamedTuple):
         device: of the tensors; on ``meta`` nothing is moved.
         adjoint: whether the plan is reversed.
         route: None if all ranks of the communicator start the exchange together.
+        name: operation name, for messages.
     """
 
     plan: Plan
@@ -61,6 +62,7 @@ class Exchange(NamedTuple):
     device: torch.device
     adjoint: bool = False
     route: Route | None = None
+    name: str = "repartition"
 
     @property
     def outgoing(self) -> tuple[Piece, ...]:

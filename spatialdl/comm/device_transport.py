@@ -7,17 +7,26 @@ high-priority stream, so that queued work of the network continues.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spatialdl.comm.boxed import BoxedTensor, Exchange
-from spatialdl.comm.communicator import Communicator, Message, Messages, Pending, Start, UnderWay
-from spatialdl.comm.device_path import DevicePath, device_group, device_path
+from spatialdl.comm.communicator import (
+    Communicator,
+    Message,
+    Messages,
+    Pending,
+    Start,
+    UnderWay,
+    fold,
+)
+from spatialdl.comm.device_path import DevicePath, current_device, device_group, device_path
 from spatialdl.comm.plan import Piece
 from spatialdl.comm.single_process import Completed
 from spatialdl.comm.waiting import noted, timeout_of_groups
@@ -33,14 +42,77 @@ class DeviceTransport(Protocol):
     def start_exchange(self, exchange: Exchange) -> UnderWay: ...
 
 
-class OnHost(Protocol):
-    """A communicator that can gather into given host memory."""
+class HostAndDevice:
+    """Base of communicators that move host tensors themselves, and accelerator tensors otherwise.
 
-    def all_reduce_(self, values: Tensor) -> None: ...
+    The path of accelerator tensors is that of `comm.device_path`.
+    """
 
-    def gather_into(self, gathered: Tensor, own: Tensor) -> None: ...
+    rank: int
+    size: int
+    world_ranks: tuple[int, ...]
 
-    def start_exchange(self, exchange: Exchange) -> UnderWay: ...
+    if TYPE_CHECKING:  # mpi4py has it
+
+        def allgather(self, obj: Any, /) -> list[Any]: ...
+
+    def start_host_sum(self, values: Tensor) -> Pending:
+        """Start to sum a contiguous host tensor in place."""
+        raise NotImplementedError
+
+    def gather_into(self, gathered: Tensor, own: Tensor) -> None:
+        """Fill (ranks, ...) on the host with the contiguous tensors of all ranks."""
+        raise NotImplementedError
+
+    def start_host_exchange(self, exchange: Exchange) -> UnderWay:
+        """Start an exchange of host tensors."""
+        raise NotImplementedError
+
+    def allreduce(self, obj: Any, /, op: Any = operator.add) -> Any:
+        """By all-gather: mpi4py's own all-reduce blocks other threads of this process."""
+        return fold(self.allgather(obj), op)
+
+    @property
+    def overlaps(self) -> bool:
+        """Only on NCCL: gloo's threads compete for cores; MPI makes progress within its calls."""
+        return device_path().name == "nccl"
+
+    @cached_property
+    def _on_device(self) -> DeviceTransport:
+        """Device transport; the first access is collective."""
+        return self._device_transport()
+
+    def _device_transport(self) -> DeviceTransport:
+        path = device_path()
+        if path.name == "nccl":
+            return ByGroup(self, path, current_device(), ThroughHost(self))
+        return ThroughHost(self)
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        self.all_reduce_(total)
+        return total
+
+    def all_reduce_(self, values: Tensor) -> None:
+        noted("all-reduce", self.world_ranks, self.start_all_reduce(values).wait)
+
+    def start_all_reduce(self, values: Tensor) -> Pending:
+        if values.device.type == "cpu":
+            return self.start_host_sum(values)
+        return self._on_device.start_all_reduce(values)
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        if values.device.type != "cpu":
+            return noted("all-gather", self.world_ranks, self._on_device.all_gather, values)
+        own = values.contiguous()
+        gathered = own.new_empty((self.size, *own.shape))
+        self.gather_into(gathered, own)
+        return gathered
+
+    def start_exchange(self, exchange: Exchange) -> UnderWay:
+        if exchange.device.type == "cpu":
+            return self.start_host_exchange(exchange)
+        return self._on_device.start_exchange(exchange)
 
 
 class ThroughHost:
@@ -50,7 +122,7 @@ class ThroughHost:
         comm: moves host tensors.
     """
 
-    def __init__(self, comm: OnHost) -> None:
+    def __init__(self, comm: HostAndDevice) -> None:
         self._comm = comm
 
     def start_all_reduce(self, values: Tensor) -> Pending:
@@ -58,8 +130,7 @@ class ThroughHost:
 
     def all_gather(self, values: Tensor) -> Tensor:
         own, ready = pinned_copy(values)
-        size: int = self._comm.size  # type: ignore[attr-defined]
-        gathered = torch.empty((size, *own.shape), dtype=own.dtype, pin_memory=True)
+        gathered = torch.empty((self._comm.size, *own.shape), dtype=own.dtype, pin_memory=True)
         ready.synchronize()
         self._comm.gather_into(gathered, own)
         return gathered.to(values.device, non_blocking=True)
@@ -136,7 +207,7 @@ class ByGroup:
     """
 
     def __init__(
-        self, comm: Communicator, path: DevicePath, device: torch.device, routed: DeviceTransport
+        self, comm: HostAndDevice, path: DevicePath, device: torch.device, routed: DeviceTransport
     ) -> None:
         self._size, self._routed = comm.size, routed
         self._place = path, tuple(comm.world_ranks), comm.rank, device
@@ -173,8 +244,10 @@ class Lane:
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], device: torch.device) -> None:
-        self.device, world = device, tuple(comm.world_ranks[rank] for rank in ranks)
-        self._group = _group(device_path(), world, list(ranks).index(comm.rank), device)
+        self.device, self.rank, self.size = device, comm.rank, comm.size
+        self.world_ranks = comm.world_ranks
+        chosen = tuple(comm.world_ranks[rank] for rank in ranks)
+        self._group = _group(device_path(), chosen, list(ranks).index(comm.rank), device)
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
         return PackedExchange(exchange, partial(_queue, self._group), at_once=True)

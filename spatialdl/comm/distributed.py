@@ -6,12 +6,10 @@ Uses the same plans as MPI. Views are packed, because gloo requires contiguous t
 from __future__ import annotations
 
 import atexit
-import operator
 import pickle
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -22,9 +20,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from spatialdl.comm import check
 from spatialdl.comm.boxed import Exchange
-from spatialdl.comm.communicator import Message, Messages, Pending, UnderWay, fold
-from spatialdl.comm.device_path import current_device, device_path
-from spatialdl.comm.device_transport import ByGroup, DeviceTransport, ThroughHost
+from spatialdl.comm.communicator import Message, Messages, Pending, UnderWay
+from spatialdl.comm.device_transport import HostAndDevice
 from spatialdl.comm.processes import machine
 from spatialdl.comm.single_process import Completed
 from spatialdl.comm.waiting import noted, timeout_of_groups
@@ -34,7 +31,7 @@ _open: WeakSet[TorchCommunicator] = WeakSet()
 _made: Counter[tuple[int, ...]] = Counter()
 
 
-class TorchCommunicator:
+class TorchCommunicator(HostAndDevice):
     """A `Communicator` over a separate process group, whose threads and sockets end with it.
 
     Args:
@@ -97,49 +94,14 @@ class TorchCommunicator:
         rows = self.all_gather(padded)
         return [_unpacked(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
-    def allreduce(self, obj: Any, /, op: Any = operator.add) -> Any:
-        return fold(self.allgather(obj), op)
-
-    @property
-    def overlaps(self) -> bool:  # gloo's threads compete with computation for cores
-        return device_path().name == "nccl"
-
-    @cached_property
-    def _on_device(self) -> DeviceTransport:
-        """Device transport; the first access is collective."""
-        path = device_path()
-        if path.name != "nccl":
-            return ThroughHost(self)
-        return ByGroup(self, path, current_device(), ThroughHost(self))
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        total = values.clone(memory_format=torch.contiguous_format)
-        self.all_reduce_(total)
-        return total
-
-    def all_reduce_(self, values: Tensor) -> None:
-        noted("all-reduce", self.world_ranks, self.start_all_reduce(values).wait)
-
-    def start_all_reduce(self, values: Tensor) -> Pending:
-        if values.device.type != "cpu":
-            return self._on_device.start_all_reduce(values)
+    def start_host_sum(self, values: Tensor) -> Pending:
         return Messages([_under_way(dist.all_reduce(values, group=self._gloo, async_op=True))])
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        if values.device.type != "cpu":
-            return noted("all-gather", self.world_ranks, self._on_device.all_gather, values)
-        own = values.contiguous()
-        gathered = own.new_empty((self.size, *own.shape))
-        self.gather_into(gathered, own)
-        return gathered
 
     def gather_into(self, gathered: Tensor, own: Tensor) -> None:
         """Fill (ranks, ...) on the host with the contiguous tensors of all ranks."""
         noted("all-gather", self.world_ranks, dist.all_gather, list(gathered), own, self._gloo)
 
-    def start_exchange(self, exchange: Exchange) -> UnderWay:
-        if exchange.device.type != "cpu":
-            return self._on_device.start_exchange(exchange)
+    def start_host_exchange(self, exchange: Exchange) -> UnderWay:
         ranks, tag = exchange.route or (range(self.size), 0)
         views, incoming, outgoing = exchange.landing(), exchange.incoming, exchange.outgoing
         buffers = [_receive_buffer(view) for view in views]

@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.plan import Plan
@@ -61,11 +62,47 @@ class Dry(SingleProcess):
     def subset(self, ranks: object) -> Dry:
         return self
 
-    def duplicate(self) -> Dry:
-        return self
-
     def nodes(self) -> list[int]:
         return [0] * self.size
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        self.record("sum", values.nbytes)
+        return values.clone()
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Record the gather; every rank has this rank's values."""
+        self.record("gather", values.nbytes)
+        return values.expand(self.size, *values.shape).clone()
+
+    def start_exchange(self, exchange: Exchange) -> Completed:
+        """Record an exchange, of which nothing is moved."""
+        if self._records():
+            peers = {piece.peer for piece in (*exchange.outgoing, *exchange.incoming)}
+            count, size = len(peers), sum(view.nbytes for view in exchange.leaving())
+            if self.processes:
+                count, size = _crossing(self, exchange)
+            self._tell(Talk("exchange", count, size, self.axis))
+        return Completed()
+
+    def record(self, kind: Kind, size: int) -> None:
+        """Record a sum or gather over all ranks, unless backward replays it.
+
+        Args:
+            size: bytes of this rank's contribution.
+        """
+        if self.size == 1 or not self._records():
+            return
+        ranks = len(self.processes) or self.size
+        if self.processes and kind == "gather":  # a sum is first reduced within the process
+            size *= len(self.processes[self.process_of[self.rank]])
+        self._tell(Talk(kind, ranks, size, self.axis))
+
+    def _records(self) -> bool:
+        return bool(_talk_lists) and len(self.processes) != 1 and not replaying()
+
+    def _tell(self, talk: Talk) -> None:
+        for talks in _talk_lists:
+            talks.append(talk)
 
 
 _talk_lists: list[list[Talk]] = []
@@ -80,41 +117,6 @@ def record_talks() -> Iterator[list[Talk]]:
         yield talks
     finally:
         _talk_lists.remove(talks)
-
-
-def record(comm: object, kind: Kind, ranks: int, size: int) -> None:
-    """Record a sum or gather, unless backward replays it.
-
-    Args:
-        ranks: number of participating ranks, virtual ones included.
-        size: bytes of this rank's contribution.
-    """
-    if replaying():
-        return
-    if isinstance(comm, Dry) and comm.processes:
-        ranks = len(comm.processes)
-        if kind == "gather":  # a sum is first reduced within the process
-            size *= len(comm.processes[comm.process_of[comm.rank]])
-    _record_talk(comm, kind, ranks, size)
-
-
-def exchange(comm: object, what: Exchange) -> Completed:
-    """Record an exchange, of which nothing is moved."""
-    if replaying():
-        return Completed()
-    if isinstance(comm, Dry) and comm.processes:
-        _record_talk(comm, "exchange", *_crossing(comm, what))
-        return Completed()
-    peers = {piece.peer for piece in (*what.outgoing, *what.incoming)}
-    _record_talk(comm, "exchange", len(peers), sum(view.nbytes for view in what.leaving()))
-    return Completed()
-
-
-def _record_talk(comm: object, kind: Kind, ranks: int, size: int) -> None:
-    axis: Axis = comm.axis if isinstance(comm, Dry) else "grid"
-    is_single = isinstance(comm, Dry) and len(comm.processes) == 1
-    for talks in [] if is_single else _talk_lists:
-        talks.append(Talk(kind, ranks, size, axis))
 
 
 def _crossing(comm: Dry, what: Exchange) -> tuple[int, int]:

@@ -1,99 +1,244 @@
-"""Exchanges along a plan: pieces of tensors are sent to its peers, on any transport."""
+"""Exchanges along a plan, and the wrappers that all communication of tensors passes through.
+
+Each wrapper adds one thing to every exchange, sum and gather, and knows nothing of the others; what
+calls `start_exchange` or `collect` knows none of them. Outermost first:
+
+    Recorded   recomputed parts of a network read received data from a tape
+    Trimmed    free memory between tensors is returned to the system near the peak of a step
+    Checked    ranks compare what they call; messages of unexpected size are mismatches
+    Traced     spans of a rank's time, and seconds of waiting
+    Noted      waits, for hang reports and for the limit of the watchdog
+    Transport  the communicator itself
+
+A dry run and a single process are communicators of their own, without wrappers.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from spatialdl.comm import allocator, check, dry, trace
+from torch import Tensor
+
+from spatialdl.comm import allocator, check, replay, trace
 from spatialdl.comm.boxed import Exchange
-from spatialdl.comm.communicator import Communicator, Pending, Start
+from spatialdl.comm.communicator import Communicator, Pending, UnderWay
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.replay import exchange_once, is_active
-from spatialdl.comm.single_process import Completed
+from spatialdl.comm.single_process import Completed, SingleProcess
 from spatialdl.comm.waiting import noted
 
-_holes = allocator.Holes()
+Result = TypeVar("Result")
 
 
-def start_exchange(comm: Communicator, exchange: Exchange, name: str = "repartition") -> Pending:
+class _Text(NamedTuple):
+    """Description of a call without its tensors; formatted when it is shown."""
+
+    name: str
+    plan: Plan | None
+    details: tuple[object, ...]
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return f"{self.name} over ranks, {', '.join(map(str, self.details))}"
+        direction = "adjoint" if self.details[0] else "forward"
+        return f"{self.name} {direction} {self.plan.describe()}"
+
+
+class Call(NamedTuple):
+    """A communication of this rank.
+
+    Attributes:
+        do: method of the communicator.
+        argument: its argument, an exchange or a tensor.
+        text: description, the same on all ranks; kept longer than the argument.
+    """
+
+    comm: Communicator
+    kind: trace.Kind
+    do: Callable[[Any], Any]
+    argument: Any
+    text: _Text
+
+    def __str__(self) -> str:
+        if self.kind == "reduce":
+            return self.text.name
+        return f"exchange for {self.text.name} ({self.argument.plan.describe()})"
+
+    def peers(self, pending: UnderWay) -> list[int]:
+        """World ranks that the pending operation waits for."""
+        peers: Sequence[int] = range(self.comm.size)
+        if self.kind == "halo":
+            plan = self.argument.plan
+            peers = sorted({piece.peer for piece in (*plan.sends, *plan.receives)})
+        elif self.kind == "hand-over":
+            peers = pending.peers()
+        return [self.comm.world_ranks[peer] for peer in peers]
+
+
+Around = Callable[[Call, UnderWay, Callable[[], None]], object]
+"""Runs the wait of a call's pending operation."""
+
+_DONE = Completed()
+
+
+class Started:
+    """A pending operation, and what wrappers add around its wait; holds nothing afterwards."""
+
+    __slots__ = ("_call", "_pending", "around")
+
+    def __init__(self, call: Call, pending: UnderWay) -> None:
+        self._call: Call | None = call
+        self._pending = pending
+        self.around: list[Around] = []  # innermost first
+
+    def wait(self) -> None:
+        call, pending = self._call, self._pending
+        if call is None:
+            return
+        do = pending.wait
+        for run in self.around:
+            do = partial(run, call, pending, do)  # type: ignore[assignment]
+        self._call, self._pending, self.around = None, _DONE, []
+        do()
+
+    def is_done(self) -> bool:
+        return self._pending.is_done()
+
+    def peers(self) -> Sequence[int]:
+        return self._pending.peers()
+
+
+class Transport:
+    """Communication by the communicator itself."""
+
+    def run(self, call: Call) -> Any:
+        """Result of a collective that blocks."""
+        return call.do(call.argument)
+
+    def start(self, call: Call) -> Started:
+        """The pending operation that a call starts."""
+        return Started(call, call.do(call.argument))
+
+
+class Wrapper(Transport):
+    """Base of those that add something to every call."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    def start(self, call: Call) -> Any:
+        started = self._inner.start(call)
+        started.around.append(self.wait)
+        return started
+
+    def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
+        """Run the wait of a pending operation."""
+        do()
+
+
+class Trimmed(Wrapper):
+    """Returns free memory between tensors to the system, see `allocator`."""
+
+    _holes = allocator.Holes()
+
+    def run(self, call: Call) -> Any:
+        return self._inner.run(call)
+
+    def start(self, call: Call) -> Started:
+        if call.argument.device.type == "cpu":
+            self._holes.poll()
+        return self._inner.start(call)
+
+
+class Checked(Wrapper):
+    """Compares what ranks call if they call it together, see `check`; keeps it for reports."""
+
+    def run(self, call: Call) -> Any:
+        check.agree(call.comm, call.text)
+        return check.run_checked(call.comm, self._inner.run, call)
+
+    def start(self, call: Call) -> Started:
+        if call.kind != "hand-over":
+            check.agree(call.comm, call.text)
+        return check.run_checked(call.comm, super().start, call)
+
+    def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
+        check.run_checked(call.comm, do)
+
+
+class Traced(Wrapper):
+    """Records the time in which this rank waits, see `trace`."""
+
+    def run(self, call: Call) -> Any:
+        with trace.span(call.kind, call.text.name):
+            return self._inner.run(call)
+
+    def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
+        with trace.span(call.kind, call.text.name):
+            do()
+
+
+class Noted(Wrapper):
+    """Records what this rank waits for, and with which ranks, see `waiting`."""
+
+    def run(self, call: Call) -> Any:
+        return noted(call, None, self._inner.run, call)
+
+    def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
+        noted(call, partial(call.peers, pending), do)
+
+
+class Recorded(Wrapper):
+    """Records received data on the tape of a forward, see `replay`."""
+
+    def run(self, call: Call) -> Any:
+        return replay.once(partial(self._inner.run, call))
+
+    def start(self, call: Call) -> Any:
+        if call.kind == "halo" and replay.is_active():
+            return replay.exchange_once(partial(self._inner.start, call), call.argument.landing())
+        return self._inner.start(call)
+
+
+_AROUND = Recorded(Trimmed(Checked(Traced(Noted(Transport())))))
+
+
+def start_exchange(comm: Communicator, exchange: Exchange) -> UnderWay:
     """Start to send the plan's pieces to its peers, and to receive theirs.
 
-    Collective over `comm`, also for ranks without peers. Sent pieces must not be modified, nor
-    received pieces read, before ``wait()`` of the result.
-
-    Args:
-        name: operation name, for the check.
+    Collective over `comm`, also for ranks without peers, unless the exchange has a route. Sent
+    pieces must not be modified, nor received pieces read, before ``wait()`` of the result.
     """
     if not exchange.plan.communicates:
         return Completed()
-    if exchange.device.type == "meta":
-        return dry.exchange(comm, exchange)
-    if is_active():
-        return exchange_once(lambda: _start(comm, exchange, name), exchange.landing())
-    return _start(comm, exchange, name)
+    if isinstance(comm, SingleProcess):
+        return comm.start_exchange(exchange)
+    kind: trace.Kind = "halo" if exchange.route is None else "hand-over"
+    text = _Text(exchange.name, exchange.plan, (exchange.adjoint,))
+    call = Call(comm, kind, comm.start_exchange, exchange, text)
+    started: UnderWay = _AROUND.start(call)
+    return started
 
 
-def _start(comm: Communicator, exchange: Exchange, name: str) -> Pending:
-    if exchange.device.type == "cpu":
-        _holes.poll()
-    check.agree(comm, _Description(name, exchange.adjoint, exchange.plan))
-    return _NotedExchange(comm, exchange, name)
-
-
-class _Description(NamedTuple):
-    """Description of an exchange, for the check."""
-
-    name: str
-    adjoint: bool
-    plan: Plan
-
-    def __str__(self) -> str:
-        return f"{self.name} {'adjoint' if self.adjoint else 'forward'} {self.plan.describe()}"
-
-
-class _NotedExchange:
-    """An exchange whose wait is recorded for hang reports and traces."""
-
-    kind: trace.Kind = "halo"
-
-    def __init__(
-        self, comm: Communicator, exchange: Exchange, name: str, start: Start | None = None
-    ) -> None:
-        self._comm, self._plan, self._name = comm, exchange.plan, name
-        self._pending = check.run_checked(comm, start or comm.start_exchange, exchange)
-
-    def wait(self) -> None:
-        with trace.span(self.kind, self._name):
-            self.wait_unrecorded()
-
-    def wait_unrecorded(self) -> None:
-        """Wait without a trace span, for callers that record several waits as one."""
-        noted(self, self._peers, check.run_checked, self._comm, self._pending.wait)
-
-    def _peers(self) -> list[int]:
-        pieces = (*self._plan.sends, *self._plan.receives)
-        return [self._comm.world_ranks[peer] for peer in sorted({piece.peer for piece in pieces})]
-
-    def __str__(self) -> str:
-        return f"exchange for {self._name} ({self._plan.describe()})"
-
-
-# --- exchanges that ranks start at different times
-
-
-class PlanMessages(_NotedExchange):
-    """This rank's part of an exchange with a route.
+def collect(
+    comm: Communicator, do: Callable[[Tensor], Result], values: Tensor, name: str
+) -> Result:
+    """Result of a sum or gather over `comm`.
 
     Args:
-        name: name of the data, the same on both sides.
-        start: starts the exchange, if not the communicator.
+        do: method of `comm`.
+        name: operation name, for messages.
     """
+    if isinstance(comm, SingleProcess):
+        return do(values)
+    text = _Text(name, None, (values.dtype, tuple(values.shape)))
+    result: Result = _AROUND.run(Call(comm, "reduce", do, values, text))
+    return result
 
-    kind = "hand-over"
 
-    def is_done(self) -> bool:
-        """Whether all messages are sent and received; does not block."""
-        return self._pending.is_done()
-
-    def _peers(self) -> list[int]:
-        return [self._comm.world_ranks[rank] for rank in self._pending.peers()]
+def start_sum(comm: Communicator, values: Tensor, name: str) -> Pending:
+    """Start to sum a contiguous tensor over `comm` in place."""
+    text = _Text(name, None, (values.dtype, tuple(values.shape)))
+    started: Pending = _AROUND.start(Call(comm, "reduce", comm.start_all_reduce, values, text))
+    return started

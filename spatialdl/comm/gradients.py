@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from spatialdl.comm import check, trace
+from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator, Pending
+from spatialdl.comm.exchange import start_sum
 from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
-from spatialdl.comm.waiting import noted
 from spatialdl.torch_internals import foreach_copy_
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -196,14 +196,11 @@ class _Bucket:
             add_over_ranks_(comm, self.total, NAME)
             self.finish()
         else:
-            check.agree(comm, f"{NAME}, {self.total.dtype}, {self.total.numel()} values")
-            self._pending = comm.start_all_reduce(self.total)
+            self._pending = start_sum(comm, self.total, NAME)
 
     def finish(self) -> None:
-        if self._pending is not None and self.of.lane is not None:
-            comm = self.of.lane
-            with trace.span("reduce", NAME):
-                noted(NAME, comm.world_ranks, check.run_checked, comm, self._pending.wait)
+        if self._pending is not None:
+            self._pending.wait()
         if self.total is not None:
             _split(self.total.div_(self.of.copies), self._grads)
         self.missing = self.total = self._pending = None

@@ -17,11 +17,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from spatialdl.comm import trace
 from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
-from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.communicator import Communicator, UnderWay
 from spatialdl.comm.device_transport import Lane
-from spatialdl.comm.exchange import PlanMessages
+from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.waiting import noted
@@ -85,7 +84,7 @@ class _Arriving(NamedTuple):
 
     tile: Tensor
     rooms: list[BoxedTensor]
-    messages: PlanMessages
+    messages: UnderWay
 
 
 @dataclass
@@ -109,7 +108,7 @@ class Handover:
     tag: int
     tags: int
     lanes: Mapping[Direction, Lane] = field(default_factory=dict)
-    _leaving: dict[int, list[PlanMessages]] = field(default_factory=dict)
+    _leaving: dict[int, list[UnderWay]] = field(default_factory=dict)
     _arriving: dict[int, deque[_Arriving]] = field(default_factory=dict)
 
     def send(self, tile: Tensor, what: HandoverShape, microbatch: int) -> None:
@@ -170,13 +169,12 @@ class Handover:
 
     def wait_sent(self) -> None:
         """Wait until all sends are complete, at the end of a step."""
-        with trace.span("hand-over", "completion of sends"):
-            for tag in list(self._leaving):
-                self._wait(tag)
+        for tag in list(self._leaving):
+            self._wait(tag)
 
     def _wait(self, tag: int) -> None:
         for messages in self._leaving.pop(tag, ()):
-            noted("completion of sends", None, messages.wait_unrecorded)
+            noted("completion of sends", None, messages.wait)
 
     def _plan(self, what: HandoverShape) -> Plan:
         return _plan(what, len(self.senders), len(self.receivers), self.me)
@@ -220,15 +218,16 @@ class Handover:
         device: torch.device,
         microbatch: int,
         direction: Direction,
-    ) -> PlanMessages:
+    ) -> UnderWay:
         lane = self.lanes.get(direction)
         # lanes match messages by order
         tag = self._tag(0 if lane else microbatch, direction)
         route = Route((*self.senders, *self.receivers), tag)
         is_adjoint = direction == "backward"
-        exchange = Exchange(plan, sends, receives, device, is_adjoint, route)
         name = f"hand-over {direction} of micro-batch {microbatch}"
-        return PlanMessages(self.comm, exchange, name, lane.start_exchange if lane else None)
+        exchange = Exchange(plan, sends, receives, device, is_adjoint, route, name)
+        comm: Communicator = lane or self.comm  # type: ignore[assignment]
+        return start_exchange(comm, exchange)
 
     def _tag(self, microbatch: int, direction: Direction) -> int:
         return (microbatch * 2 + (direction == "backward")) * self.tags + self.tag

@@ -30,6 +30,7 @@ from spatialdl.comm.ending import record_ending
 from spatialdl.comm.launcher_output import LauncherOutput
 from spatialdl.comm.liveness import Liveness, print_stderr
 from spatialdl.comm.scratch import job_folder
+from spatialdl.common.text import counted
 from spatialdl.errors import MpiNotFound
 
 GRACE_S = 10.0
@@ -119,7 +120,8 @@ def check_mpi_world(size: int, environment: Mapping[str, str] | None = None) -> 
     info = launched(environment)
     if info is None or info.size == size:
         return
-    mismatch = f"{info.launcher} started {_ranks(info.size)}, but MPI_COMM_WORLD has size {size}: "
+    started = f"{info.launcher} started {counted(info.size, 'rank')}"
+    mismatch = f"{started}, but MPI_COMM_WORLD has size {size}: "
     if info.launcher == "torchrun":
         advice = (
             "set comm.transport=torch, or launch with mpiexec or srun; torchrun does not set up MPI"
@@ -431,10 +433,6 @@ def _in_slurm_step(environment: Mapping[str, str]) -> bool:
 
 def _first_integer(environment: Mapping[str, str], names: Sequence[str]) -> int | None:
     return next((int(environment[n]) for n in names if environment.get(n, "").isdigit()), None)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def initialise_mpi() -> None:

@@ -23,10 +23,9 @@ from spatialdl.comm.waiting import Timeout, check_timeout, limit_program
 from spatialdl.comm.watchdog import start_watchdog
 from spatialdl.comm.world import as_communicator
 from spatialdl.comm.world import world as all_ranks
-from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import Box, Layout, finer_grid
 from spatialdl.layout.node_order import placed_by_nodes
-from spatialdl.layout.placement import Placement, Position
+from spatialdl.layout.placement import Axes, Placement, Position
 
 if TYPE_CHECKING:
     from mpi4py import MPI

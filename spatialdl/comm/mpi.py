@@ -7,18 +7,17 @@ measures faster here, see `comm.exchange_strategies`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm import check
 from spatialdl.comm.boxed import Exchange
-from spatialdl.comm.communicator import Messages, Pending, UnderWay, fold
-from spatialdl.comm.device_path import current_device, device_path
-from spatialdl.comm.device_transport import ByGroup, DeviceAware, DeviceTransport, ThroughHost
+from spatialdl.comm.communicator import Messages, Pending, UnderWay
+from spatialdl.comm.device_path import device_path
+from spatialdl.comm.device_transport import DeviceAware, DeviceTransport, HostAndDevice
 from spatialdl.comm.exchange_strategies import (
     STRATEGIES,
     Neighbours,
@@ -32,7 +31,7 @@ from spatialdl.comm.exchange_strategies import (
 from spatialdl.comm.waiting import noted
 
 
-class MpiCommunicator(Neighbours):
+class MpiCommunicator(HostAndDevice, Neighbours):  # type: ignore[misc]
     """A `Communicator` that is also an mpi4py communicator.
 
     Attributes:
@@ -68,67 +67,37 @@ class MpiCommunicator(Neighbours):
     def allgather(self, sendobj: Any) -> list[Any]:
         return noted("all-gather", self.world_ranks, super().allgather, sendobj)
 
-    def allreduce(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
-        """Uses all-gather: mpi4py's own all-reduce blocks other threads of this process."""
-        return fold(noted("all-reduce", self.world_ranks, super().allgather, sendobj), op)
-
     def nodes(self) -> list[int]:
         machine = self.Split_type(MPI.COMM_TYPE_SHARED)
         first = machine.bcast(self.rank)
         machine.Free()
         return self.allgather(first)
 
-    @property
-    def overlaps(self) -> bool:  # progress is made within calls of MPI; Allreduce beats Iallreduce
-        return device_path().name == "nccl"
-
-    @cached_property
-    def _on_device(self) -> DeviceTransport:
-        """Device transport; the first access is collective."""
-        path = device_path()
-        if path.name == "mpi":
+    def _device_transport(self) -> DeviceTransport:
+        if device_path().name == "mpi":
             messages = partial(by_messages, self)
             return DeviceAware(self, self._add, self.gather_into, messages)
-        if path.name == "nccl":
-            return ByGroup(self, path, current_device(), ThroughHost(self))
-        return ThroughHost(self)
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        total = values.clone(memory_format=torch.contiguous_format)
-        self.all_reduce_(total)
-        return total
+        return super()._device_transport()
 
     def all_reduce_(self, values: Tensor) -> None:
-        if values.device.type == "cpu":
+        if values.device.type == "cpu":  # faster than Iallreduce
             self._add(values)
         else:
-            noted("all-reduce", self.world_ranks, self.start_all_reduce(values).wait)
+            super().all_reduce_(values)
 
     def _add(self, values: Tensor) -> None:
         spec = [buffer(values), values.numel(), reduction_type(values)]
         noted("all-reduce", self.world_ranks, self.Allreduce, MPI.IN_PLACE, spec, MPI.SUM)
 
-    def start_all_reduce(self, values: Tensor) -> Pending:
-        if values.device.type != "cpu":
-            return self._on_device.start_all_reduce(values)
+    def start_host_sum(self, values: Tensor) -> Pending:
         spec = [buffer(values), values.numel(), reduction_type(values)]
         return Messages([under_way(self.Iallreduce(MPI.IN_PLACE, spec, MPI.SUM))], keep=values)
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        if values.device.type != "cpu":
-            return noted("all-gather", self.world_ranks, self._on_device.all_gather, values)
-        own = values.contiguous()
-        gathered = own.new_empty((self.size, *own.shape))
-        self.gather_into(gathered, own)
-        return gathered
 
     def gather_into(self, gathered: Tensor, own: Tensor) -> None:
         """Fill (ranks, ...) with the contiguous tensors of all ranks; MPI must reach the memory."""
         noted("all-gather", self.world_ranks, self.Allgather, buffer(own), buffer(gathered))
 
-    def start_exchange(self, exchange: Exchange) -> UnderWay:
-        if exchange.device.type != "cpu":
-            return self._on_device.start_exchange(exchange)
+    def start_host_exchange(self, exchange: Exchange) -> UnderWay:
         return self._strategy(exchange)(self, exchange)
 
     def _strategy(self, exchange: Exchange) -> Strategy:

@@ -8,10 +8,12 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from spatialdl.comm.communicator import Communicator
 from spatialdl.layout.node_order import numbered
+
+if TYPE_CHECKING:
+    from spatialdl.comm.communicator import Communicator
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spatialdl.comm import check, dry, trace
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.exchange import collect
 from spatialdl.comm.once import once_differentiable
-from spatialdl.comm.replay import once
-from spatialdl.comm.waiting import noted
-
-Result = TypeVar("Result")
 
 # dtypes that MPI cannot sum, or not without overflow or rounding
 _SUMMED_AS = {
@@ -31,35 +26,18 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
 
     `values` is not modified; half precision is summed in float32.
     """
-    if comm.size > 1 and values.device.type == "meta":
-        dry.record(comm, "sum", comm.size, values.nbytes)
-    if comm.size == 1 or values.device.type == "meta":
+    if comm.size == 1:
         return values.clone()
     if values.is_complex():
         parts = sum_over_ranks(comm, torch.view_as_real(values.resolve_conj()), name)
         return torch.view_as_complex(parts)
-
-    def compute() -> Tensor:
-        wide = values.to(_SUMMED_AS.get(values.dtype, values.dtype))
-        what = f"{name} over ranks, {values.dtype}, {values.numel()} values"
-        return _together(comm, name, what, comm.all_reduce, wide).to(values.dtype)
-
-    return once(compute)
+    wide = values.to(_SUMMED_AS.get(values.dtype, values.dtype))
+    return collect(comm, comm.all_reduce, wide, name).to(values.dtype)
 
 
 def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> None:
     """Sum a contiguous tensor in place; the transport must support its dtype."""
-    what = f"{name} over ranks, {values.dtype}, {values.numel()} values"
-    _together(comm, name, what, comm.all_reduce_, values)
-
-
-def _together(
-    comm: Communicator, name: str, what: str, do: Callable[[Tensor], Result], values: Tensor
-) -> Result:
-    """A collective that is checked, traced, and recorded for hang reports."""
-    check.agree(comm, what)
-    with trace.span("reduce", name):
-        return noted(name, None, check.run_checked, comm, do, values)
+    collect(comm, comm.all_reduce_, values, name)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -84,16 +62,9 @@ def differentiable_sum(comm: Communicator, values: Tensor, name: str) -> Tensor:
 
 def gather_over_ranks(comm: Communicator, values: Tensor, name: str = "gather") -> Tensor:
     """Tensors of all ranks of `comm`, (ranks, ...), in rank order; shapes must be equal."""
-    if comm.size > 1 and values.device.type == "meta":
-        dry.record(comm, "gather", comm.size, values.nbytes)
-    if comm.size == 1 or values.device.type == "meta":
-        return values.detach().expand(comm.size, *values.shape).clone()
-
-    def compute() -> Tensor:
-        what = f"{name} of all ranks, {values.dtype}, {tuple(values.shape)}"
-        return _together(comm, name, what, comm.all_gather, values.detach().resolve_conj())
-
-    return once(compute)
+    if comm.size == 1:
+        return values.detach().clone().unsqueeze(0)
+    return collect(comm, comm.all_gather, values.detach().resolve_conj(), name)
 
 
 def max_over_ranks(comm: Communicator, values: Tensor, name: str = "max") -> Tensor:

@@ -79,7 +79,7 @@ def move(
     """
     out = room_for_window(tile, plan, fill)
     window, own = [BoxedTensor(out, plan.need)], [BoxedTensor(tile, plan.own)]
-    exchange = start_exchange(comm, Exchange(plan, own, window, tile.device), name)
+    exchange = start_exchange(comm, Exchange(plan, own, window, tile.device, name=name))
     copy_kept(tile, out, plan)
     exchange.wait()
     return out
@@ -102,7 +102,8 @@ def move_back(
         view_of(out, plan.own, box).zero_()
     arrivals = rooms_back(grad, plan)
     window = [BoxedTensor(grad, plan.need)]
-    exchange = start_exchange(comm, Exchange(plan, window, arrivals, grad.device, True), name)
+    moved = Exchange(plan, window, arrivals, grad.device, adjoint=True, name=name)
+    exchange = start_exchange(comm, moved)
     if not plan.kept.is_empty:
         view_of(out, plan.own, plan.kept).copy_(view_of(grad, plan.need, plan.kept))
     exchange.wait()

@@ -16,14 +16,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from threading import Event, Thread, main_thread
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spatialdl.comm import check, waiting
-from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.liveness import print_last, print_stderr
 from spatialdl.comm.processes import Process
 from spatialdl.comm.waiting import how_to_raise, module_of, place_of, setting
+
+if TYPE_CHECKING:
+    from spatialdl.comm.communicator import Communicator
 
 LOOK_S = 1.0
 GRACE_S = 5.0

@@ -1,16 +1,90 @@
-"""Degrees of a layout, and the part of each stage that a rank holds, in integer arithmetic."""
+"""Axes of a mesh, degrees of a layout, and the parts that a rank holds, in integer arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from spatialdl.layout.axes import Axes
-from spatialdl.layout.layout import Layout, by, finer_grid
+from spatialdl.common.text import counted
+from spatialdl.layout.layout import Layout, by, finer_grid, spatial_names
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Degrees of parallelism of a mesh; their product is the number of ranks.
+
+    Ranks are numbered axis by axis in the order below, the last axis fastest.
+
+    Attributes:
+        data: number of replicas of the network, with different samples.
+        spatial: parts along each spatial dim of an image: one number for signals, (rows, columns)
+            for images, (slices, rows, columns) for volumes.
+        batch: ranks of a stage that divide the samples of a micro-batch instead of images.
+        tensor: ranks that divide the channels of weights and activations.
+
+    Raises:
+        ValueError: if a degree is not an integer of at least 1, there are not one to three spatial
+            axes, or a stage divides both images and samples.
+    """
+
+    data: int = 1
+    spatial: tuple[int, ...] = (1, 1)
+    batch: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.spatial) <= 3:
+            raise ValueError(
+                "a grid has one to three numbers, such as (rows, columns) for images, got "
+                f"{self.spatial}"
+            )
+        for name, degree in self.degrees.items():
+            if not isinstance(degree, int) or degree < 1:
+                raise ValueError(
+                    f"the {name} axis of a mesh needs at least 1 rank, got {degree!r}: {self}"
+                )
+        if self.batch > 1 and self.parts > 1:
+            raise ValueError(f"a stage divides either images or samples, got {self}")
+
+    @cached_property
+    def degrees(self) -> Mapping[str, int]:
+        """Degree of every axis by name; spatial axes as ``rows``, ``columns`` and so on."""
+        spatial = dict(zip(spatial_names(len(self.spatial)), self.spatial, strict=True))
+        return {"data": self.data, **spatial, "batch": self.batch, "tensor": self.tensor}
+
+    def replicated(self, sharded: bool = False) -> tuple[str, ...]:
+        """Axes along which ranks hold copies of a parameter; `sharded`: over data replicas."""
+        divided = ("tensor", "data" if sharded else "")
+        return tuple(name for name in self.degrees if name not in divided)
+
+    @property
+    def parts(self) -> int:
+        """Number of tiles of an image."""
+        return prod(self.spatial)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.degrees.values())
+
+    def __str__(self) -> str:
+        """``data 2 x rows 2 x columns 1 = 4 ranks``; other axes of degree 1 are omitted.
+
+        Degrees that are not numbers are written unchanged.
+        """
+        shown = {
+            name: degree
+            for name, degree in self.degrees.items()
+            if degree != 1 or name not in ("batch", "tensor")
+        }
+        product = " x ".join(f"{name} {degree}" for name, degree in shown.items())
+        if not all(isinstance(degree, int) for degree in shown.values()):
+            return product
+        return f"{product} = {counted(self.size, 'rank')}"
 
 
 class Position(NamedTuple):
@@ -226,12 +300,13 @@ class Placement:
         if ranks == self.world_size:
             return
         one, fitting = self.replica_size, ranks // self.replica_size
-        advice = f"set {key}={fitting}" + f" on {_ranks(fitting * one)}" * (ranks % one > 0)
+        fit = f" on {counted(fitting * one, 'rank')}" if ranks % one else ""
+        advice = f"set {key}={fitting}{fit}"
         if fitting == 0:
-            advice = f"use a smaller layout: a replica of this one has {_ranks(one)}"
+            advice = f"use a smaller layout: a replica of this one has {counted(one, 'rank')}"
         product = str(self.axes(0)) if self.stages == 1 else self.describe()
         raise ValueError(
-            f"{name} needs {product}, but this world has {_ranks(ranks)}: start it with "
+            f"{name} needs {product}, but this world has {counted(ranks, 'rank')}: start it with "
             f"`{command or f'mpiexec -n {self.world_size}'}`, or {advice}"
         )
 
@@ -307,8 +382,4 @@ class Placement:
             grids += f" with {self.interleave} stages each"
         if self.mirrored:
             grids += " and again in reverse order"
-        return f"{replicas} x {grids} = {_ranks(self.world_size)}"
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+        return f"{replicas} x {grids} = {counted(self.world_size, 'rank')}"

@@ -15,8 +15,8 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import Layout, by, image_shape
+from spatialdl.layout.placement import Axes
 from spatialdl.pipeline.layout_checks import check_size
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import TileRegion

@@ -16,8 +16,8 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import virtual_ranks
-from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import Box, Layout, finer_parts, last_slices
+from spatialdl.layout.placement import Axes
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import Criterion, MadeOfTile, Shapes, TileRegion, run_tile
 from spatialdl.pipeline.steps import Value

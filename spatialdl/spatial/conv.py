@@ -158,10 +158,9 @@ class _TileConvolution(torch.autograd.Function):
         mesh: Mesh,
     ) -> Tensor:
         strips = geometry.strips(tile)
-        halo = Exchange(
-            plan, [BoxedTensor(tile, plan.own)], geometry.outside_strips(strips), tile.device
-        )
-        exchange = start_exchange(mesh.grid_comm, halo, conv.name)
+        own, outside = [BoxedTensor(tile, plan.own)], geometry.outside_strips(strips)
+        halo = Exchange(plan, own, outside, tile.device, name=conv.name)
+        exchange = start_exchange(mesh.grid_comm, halo)
         alone = conv.forward(tile, weight, bias)
         y = geometry.select_outputs(alone)
         if y.shape != alone.shape:
@@ -188,10 +187,9 @@ class _TileConvolution(torch.autograd.Function):
         arrivals = rooms_back(tile, plan)
         exchange = None
         if needs_tile:
-            halo = Exchange(
-                plan, geometry.outside_strips(grad_strips), arrivals, tile.device, adjoint=True
-            )
-            exchange = start_exchange(ctx.mesh.grid_comm, halo, conv.name)
+            outside, name = geometry.outside_strips(grad_strips), conv.name
+            halo = Exchange(plan, outside, arrivals, tile.device, adjoint=True, name=name)
+            exchange = start_exchange(ctx.mesh.grid_comm, halo)
         if grad.shape != ctx.alone_shape:
             padded = empty_for(grad, ctx.alone_shape).zero_()
             geometry.select_outputs(padded).copy_(grad)

@@ -112,9 +112,13 @@ def _start_receive(ring: Ring, number: int, own: Tensor, elements: int) -> tuple
     plan = ring.hop(number, elements)
     buffer = own.new_empty(plan.need.shape)
     exchange = Exchange(
-        plan, [BoxedTensor(own, plan.own)], [BoxedTensor(buffer, plan.need)], own.device
+        plan,
+        [BoxedTensor(own, plan.own)],
+        [BoxedTensor(buffer, plan.need)],
+        own.device,
+        name="attention",
     )
-    return buffer, start_exchange(ring.mesh.grid_comm, exchange, "attention")
+    return buffer, start_exchange(ring.mesh.grid_comm, exchange)
 
 
 def _wait_for_first(arriving: list[tuple[Tensor, Pending]]) -> Tensor:
@@ -150,8 +154,9 @@ class GradientReturn:
             return
         plan = self._ring.hop(number, self._elements)
         rooms = rooms_back(grad, plan)
-        exchange = Exchange(plan, [BoxedTensor(grad, plan.need)], rooms, grad.device, adjoint=True)
-        pending = start_exchange(self._ring.mesh.grid_comm, exchange, "attention")
+        held = [BoxedTensor(grad, plan.need)]
+        exchange = Exchange(plan, held, rooms, grad.device, adjoint=True, name="attention")
+        pending = start_exchange(self._ring.mesh.grid_comm, exchange)
         self.wait()
         self._under_way = plan, rooms, pending, grad
 

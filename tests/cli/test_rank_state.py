@@ -96,8 +96,11 @@ def test_files_are_known_by_what_is_in_them(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("{}")
 
+    config = composed("data=shards", "data.path=a")
+
     def files(name: str) -> dict[str, str]:
-        return dict(training_files(composed("data=shards", f"data.path={tmp_path / name}")).items)
+        config.data.path = str(tmp_path / name)
+        return dict(training_files(config).items)
 
     assert files("a") == files("b")
     (tmp_path / "b" / "manifest.json").write_text("{ }")

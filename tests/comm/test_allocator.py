@@ -60,56 +60,52 @@ print(before - resident())
 """
 
 
-def tunables() -> dict[str, str]:
-    """What ranks are started with, whatever the environment of this test."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (allocator.SWITCH, *allocator._USER_SETTINGS):
-            patch.delenv(name, raising=False)
-        return allocator.environment()
-
-
-SETTINGS = {"program": {}, "ranks": tunables(), "of the user": {allocator.SWITCH: "0"}}
-both = pytest.mark.parametrize("settings", ["program", "ranks"])
+IN_CHILDREN = """
+import os, sys
+import torch
+for variables, program in {programs!r}:
+    child = os.fork()  # each has memory of its own, and PyTorch is imported once
+    if child == 0:
+        os.environ.update(variables)
+        exec(program, {{}})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+PROGRAMS = [({}, LARGE + HOLES), ({}, LARGE + IN_A_HEAP), ({allocator.SWITCH: "0"}, LARGE + HOLES)]
 
 
 @cache
-def megabytes(settings: str, then: str = HOLES) -> list[list[float]]:
-    """In huge pages while 12 tensors of 9 MB lived, and returned; and what follows."""
+def megabytes(of_ranks: bool) -> list[list[list[float]]]:
+    """What each of the programs prints: in huge pages, and returned; and what follows."""
     with pytest.MonkeyPatch.context() as patch:
         for name in (allocator.SWITCH, *allocator._USER_SETTINGS):
             patch.delenv(name, raising=False)
-        done = run("-c", LARGE + then, **SETTINGS[settings])
+        variables = allocator.environment() if of_ranks else {}
+        programs = PROGRAMS[:2] if of_ranks else PROGRAMS
+        done = run("-c", IN_CHILDREN.format(programs=programs), **variables)
     assert done.returncode == 0, done.stderr
-    return [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
+    lines = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
+    return [lines[at : at + 2] for at in range(0, len(lines), 2)]
 
 
 @linux
-@both
-def test_large_tensors_lie_in_huge_pages_and_are_returned_when_freed(settings):
-    huge, returned = megabytes(settings)[0]
-    assert returned > 45
-    assert huge > 80 or "[never]" in PAGES.read_text()
-
-
-@linux
-@both
-def test_holes_are_given_back_where_a_process_is_near_its_peak(settings):
-    """Of a rank's activations of a few MB, they were a fifth of all that it had at its peak."""
-    of_first, none_left, none_made, far, near = megabytes(settings)[1]
+@pytest.mark.parametrize("of_ranks", [False, True], ids=["program", "ranks"])
+def test_memory_of_large_tensors(of_ranks):
+    """Of a rank's activations of a few MB, holes were a fifth of all that it had at its peak."""
+    (large, holes), (_, heap) = megabytes(of_ranks)[:2]
+    assert large[1] > 45, "tensors are returned when they are freed"
+    assert large[0] > 80 or "[never]" in PAGES.read_text(), "they lie in huge pages"
+    of_first, none_left, none_made, far, near = holes
     assert of_first == pytest.approx(128, abs=8)
     assert [none_left, none_made, far] == pytest.approx([0] * 3, abs=8)
-    assert near == pytest.approx(160, abs=8)
-
-
-@linux
-@pytest.mark.parametrize("settings", ["program", pytest.param("ranks", marks=pytest.mark.slow)])
-def test_holes_in_a_heap_are_returned_where_memory_is_limited(settings):
-    assert 28 <= megabytes(settings, IN_A_HEAP)[1][0] <= 40
+    assert near == pytest.approx(160, abs=8), "of a process near its peak"
+    assert 28 <= heap[0] <= 40, "where memory is limited"
 
 
 @linux
 def test_what_the_user_has_set_stays():
-    (huge, _), holes = megabytes("of the user")
+    (huge, _), holes = megabytes(of_ranks=False)[2]
     assert huge < 80 or "[always]" in PAGES.read_text()
     assert holes == pytest.approx([0] * 5, abs=8)
 

@@ -71,9 +71,8 @@ def go(folder: Path) -> None:
     (folder / "go").write_text("x")
 
 
-@pytest.mark.parametrize(
-    "layout", [[], pytest.param(SP_PP, marks=pytest.mark.slow)], ids=["one process", "ranks"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], SP_PP], ids=["one process", "ranks"])
 def test_a_run_whose_time_is_over_as_it_starts_leaves_a_checkpoint(layout, tmp_path):
     with importing(tmp_path, command(tmp_path / "run", *layout)) as process:
         os.kill(is_held(tmp_path), signal.SIGUSR1)
@@ -130,9 +129,14 @@ try:
 except early_signals.Stopped as stop:
     print(stop, stop.code)
 assert early_signals.take() == [signal.SIGUSR1, signal.SIGINT]
+signal.raise_signal(signal.SIGUSR1)
+from spatialdl.training import signals
+signals.install()
+assert signals.flags() == [0, 0, 1], "a run leaves a checkpoint"
 """
 
 
 def test_what_is_kept_is_taken_once():
     """In a process of its own: one of pytest may have run what listens to signals for ever."""
-    assert run("-c", TAKING).stdout == "stopped by SIGINT 130\n"
+    done = run("-c", TAKING)
+    assert (done.returncode, done.stdout) == (0, "stopped by SIGINT 130\n"), done.stderr

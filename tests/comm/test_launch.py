@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -383,6 +384,18 @@ def test_ranks_that_stop_by_themselves_end_well(tmp_path, number):
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.wait(timeout=250) == 0
+
+
+def test_a_rank_that_is_killed_is_named_last(tmp_path):
+    """Once all have said that they run, which SIGUSR1 waits for."""
+    killed = "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nworld.recv()"
+    with parent(tmp_path, f"import os\n{STOPS}\n{killed}", ", stops=True") as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=250) == 128 + signal.SIGKILL
+        last = process.stderr.read().splitlines()[-1]
+    who = rf"error: rank 1 \(process \d+\) on {os.uname().nodename} died without an error message"
+    assert re.match(who, last), last
 
 
 def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):

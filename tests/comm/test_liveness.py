@@ -21,14 +21,6 @@ from tests.comm.running import by_itself, by_mpiexec, by_torchrun, running, with
 HOST = socket.gethostname()
 
 
-def test_a_rank_that_is_killed_is_named_last(tmp_path):
-    with running(by_itself(), tmp_path, "parallel=dp") as run:
-        run.send(1, signal.SIGKILL)
-        said = run.end()
-    who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} died without an error message"
-    assert who in said.splitlines()[-1], said
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "words"),

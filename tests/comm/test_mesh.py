@@ -179,12 +179,7 @@ def test_ranks_on_cpus_need_no_path():
     assert choose_device_path(SingleProcess(), CPU) is None
     assert choose_device_path(SingleProcess(), CPU, "nccl") is None
     assert device_path().name == "host"
-
-
-def test_a_path_that_is_unknown():
-    with pytest.raises(
-        ValueError, match=r"unknown comm\.device_path=pigeon, must be one of auto, nccl"
-    ):
+    with pytest.raises(ValueError, match=r"unknown comm\.device_path=pigeon, .* auto, nccl"):
         choose_device_path(SingleProcess(), CPU, "pigeon")
 
 

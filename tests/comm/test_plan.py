@@ -46,58 +46,37 @@ def pixels(box: Box) -> set[tuple[int, ...]]:
     return set(product(*(range(*interval) for interval in box)))
 
 
-def plans(exchange) -> list[Plan]:
-    return [Plan(*exchange, rank) for rank in range(len(exchange[0]))]
-
-
 @given(exchanges())
-def test_every_needed_pixel_of_the_image_comes_from_exactly_one_owner(exchange):
+def test_every_pixel_moves_from_its_owner_to_all_who_need_it(exchange):
+    """Each rank finds out its part by itself: what one sends the other receives."""
     image = pixels(Box(((0, SIZE[0]), (0, SIZE[1]), (0, SIZE[2]))))
-    for plan in plans(exchange):
-        arriving = Counter(pixels(plan.kept))
+    everyone = [Plan(*exchange, rank) for rank in range(len(exchange[0]))]
+    sent = {(p.rank, piece.peer): piece.box for p in everyone for piece in p.sends}
+    received = {(piece.peer, p.rank): piece.box for p in everyone for piece in p.receives}
+    assert sent == received
+    assert all(source != target for source, target in sent)
+    assert not any(box.is_empty for box in sent.values())
+    for plan in everyone:
+        own, need, kept = pixels(plan.own), pixels(plan.need), pixels(plan.kept)
+        arriving = Counter(kept)
         for piece in plan.receives:
             arriving.update(pixels(piece.box))
             assert pixels(piece.box) <= pixels(plan.owned[piece.peer])
-        assert set(arriving) == pixels(plan.need) & image
+        assert set(arriving) == need & image
         assert set(arriving.values()) <= {1}
-        assert pixels(plan.kept) <= pixels(plan.own)
-
-
-@given(exchanges())
-def test_what_nobody_sends_and_what_the_rank_itself_does_not_need(exchange):
-    image = pixels(Box(((0, SIZE[0]), (0, SIZE[1]), (0, SIZE[2]))))
-    for plan in plans(exchange):
+        assert kept <= own
         unowned = {pixel for box in plan.unowned for pixel in pixels(box)}
-        assert pixels(plan.need) - image <= unowned <= pixels(plan.need)
-        unneeded = {pixel for box in plan.unneeded for pixel in pixels(box)}
-        assert unneeded == pixels(plan.own) - pixels(plan.need)
+        assert need - image <= unowned <= need
+        assert {pixel for box in plan.unneeded for pixel in pixels(box)} == own - need
+        assert {(int(i), int(j)) for i, j in zip(*plan.links.nonzero(), strict=True)} == {*sent}
+        assert plan.communicates == bool(sent)
+        assert (plan.graph, plan.describe()) == (everyone[0].graph, everyone[0].describe())
 
 
 def test_where_boxes_owned_leave_a_hole_all_that_is_needed_counts_as_nobodys():
     owned = [Box(((0, 1), (0, 2), (0, 6))), Box(((0, 1), (4, 8), (0, 6)))]
     needed = [Box(((0, 1), (0, 8), (0, 6)))] * 2
     assert Plan(owned, needed, 0).unowned == (needed[0],)
-
-
-@given(exchanges())
-def test_what_one_sends_the_other_receives(exchange):
-    everyone = plans(exchange)
-    sent = {(p.rank, piece.peer): piece.box for p in everyone for piece in p.sends}
-    received = {(piece.peer, p.rank): piece.box for p in everyone for piece in p.receives}
-    assert sent == received
-    assert all(source != target for source, target in sent)
-    assert not any(box.is_empty for box in sent.values())
-
-
-@given(exchanges())
-def test_links_graph_and_talks_are_the_same_on_every_rank_and_true(exchange):
-    everyone = plans(exchange)
-    edges = {(p.rank, piece.peer) for p in everyone for piece in p.sends}
-    for plan in everyone:
-        assert {(int(i), int(j)) for i, j in zip(*plan.links.nonzero(), strict=True)} == edges
-        assert plan.communicates == bool(edges)
-        assert plan.graph == everyone[0].graph
-        assert plan.describe() == everyone[0].describe()
 
 
 def test_a_halo_spans_several_neighbours():

@@ -16,7 +16,6 @@ import pytest
 
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.store import LOOPBACK, connect_store, keep_to_loopback, serve_store
-from tests.comm.ports import listening
 from tests.comm.programs import ENDS_S, TORCHRUN, environment, run
 from tests.comm.two_hosts import ADDRESSES, Hosts, two_hosts
 
@@ -59,17 +58,6 @@ def test_the_users_interface_is_kept(monkeypatch: pytest.MonkeyPatch):
     names = os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # and what is left is as it was
     assert names == ("eth7", "lo")
-
-
-def test_listening_sockets_are_found():
-    with (
-        socket.create_server((LOOPBACK, 0)) as one,
-        socket.create_server(("::", 0), family=socket.AF_INET6) as other,
-        socket.create_connection(one.getsockname()),
-    ):
-        expected = {f"{LOOPBACK} {one.getsockname()[1]}", f":: {other.getsockname()[1]}"}
-        assert expected <= listening(os.getpid())
-    assert not expected & listening(os.getpid())
 
 
 def test_nobody_else_can_reach_the_ranks():

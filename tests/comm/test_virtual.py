@@ -19,7 +19,9 @@ from spatialdl.comm import turns as turns_module
 from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import Plan
+from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.comm.repartition import move, move_back
+from spatialdl.comm.replay import ReplayTape
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import Virtual, virtual_ranks
@@ -44,6 +46,8 @@ def test_objects_are_copies():
     assert [one[0] for one in found] == [[0], [1], [2]]
     assert [one[1] for one in found] == [{"of": 2}] * 3
     assert [one[2] for one in found] == [None, [0, 1, 2], None]
+    assert on(3, lambda comm: comm.allreduce(comm.rank, operator.sub)) == [-3, -3, -3]
+    assert on(2, lambda comm: (comm.nodes(), list(comm.world_ranks))) == [([0, 0], [0, 1])] * 2
 
 
 def test_sums_and_stacks_of_tensors():
@@ -99,6 +103,29 @@ def test_what_was_sent_may_be_written_to_after_the_wait():
         return window.tolist()
 
     assert on(2, work) == [[[0, 0, 1, 1]]] * 2
+
+
+def test_what_is_computed_again_sends_nothing(monkeypatch):
+    owned = tuple(Box(((0, 1), bounds)) for bounds in ((0, 2), (2, 4)))
+    started, start = [], Virtual.start_exchange
+    monkeypatch.setattr(
+        Virtual, "start_exchange", lambda *both: started.append(both) or start(*both)
+    )
+
+    def work(comm: Virtual) -> None:
+        tape, plan = ReplayTape(), Plan(owned, owned[::-1], comm.rank)
+
+        def step() -> tuple[Any, Any]:
+            tile = torch.full((1, 2), float(comm.rank))
+            return move(comm, plan, tile).tolist(), sum_over_ranks(comm, tile).tolist()
+
+        with tape.record():
+            first = step()
+        with tape.replay():
+            assert step() == first == ([[1.0 - comm.rank] * 2], [[1.0, 1.0]])
+
+    on(2, work)
+    assert len(started) == 2
 
 
 def test_hand_overs_are_refused():
@@ -258,38 +285,15 @@ def test_turns_of_others_are_no_wait(monkeypatch):
     assert seconds == 3
 
 
-def test_it_hears_itself():
-    alone = SingleProcess()
-    assert (alone.rank, alone.size) == (0, 1)
+def test_a_single_process_has_nobody_to_talk_to():
+    alone, values = SingleProcess(), torch.arange(3.0)
     assert alone.subset([0]).duplicate().allgather("x") == ["x"]
     assert (alone.bcast(1), alone.gather(2), alone.allreduce(3, max)) == (1, [2], 3)
-    alone.barrier()
-
-
-def test_there_is_nobody_to_talk_to():
-    halves = Box(((0, 1), (0, 1), (0, 1))), Box(((0, 1), (1, 2), (0, 1)))
-    kept, talks = Plan(halves, halves, 0), Plan(halves, halves[::-1], 0)
-    cpu = torch.device("cpu")
-    SingleProcess().start_exchange(Exchange(kept, [], [], cpu)).wait()
-    with pytest.raises(RuntimeError, match="single process"):
-        SingleProcess().start_exchange(Exchange(talks, [], [], cpu))
-
-
-def test_objects_are_put_together():
-    assert on(3, lambda comm: comm.allreduce(comm.rank + 1)) == [6, 6, 6]
-    assert on(3, lambda comm: comm.allreduce(comm.rank, operator.sub)) == [-3, -3, -3]
-    assert on(2, lambda comm: (comm.nodes(), comm.size, list(comm.world_ranks)))[1] == (
-        [0, 0],
-        2,
-        [0, 1],
-    )
-
-
-def test_a_sum_is_a_new_tensor():
-    values = torch.arange(3.0)
-    total = SingleProcess().all_reduce(values)
+    total = alone.all_reduce(values)
     assert torch.equal(total, values)
     assert total.data_ptr() != values.data_ptr()
-    assert SingleProcess().all_gather(values).shape == (1, 3)
-    SingleProcess().start_all_reduce(values).wait()
-    assert torch.equal(values, torch.arange(3.0))
+    assert alone.all_gather(values).shape == (1, 3)
+    halves = Box(((0, 1), (0, 1), (0, 1))), Box(((0, 1), (1, 2), (0, 1)))
+    talks = Exchange(Plan(halves, halves[::-1], 0), [], [], torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="single process"):
+        start_exchange(alone, talks)

@@ -14,7 +14,6 @@ from spatialdl.comm.waiting import check_timeout
 from tests.comm.programs import run as run_python
 from tests.comm.running import (
     Run,
-    by_itself,
     by_mpiexec,
     by_torchrun,
     running,
@@ -23,7 +22,6 @@ from tests.comm.running import (
 
 LAYOUTS = {
     "sp": ["parallel=sp"],
-    "pp": ["parallel=pp", "parallel.microbatches=2"],
     "dp": ["parallel=dp"],
     "sp+pp": ["parallel=sp+pp", "parallel.microbatches=2"],
 }
@@ -31,15 +29,11 @@ SECONDS = 6
 """Busy machines take their time for a first step."""
 
 TIMEOUT = f"comm.timeout={SECONDS}"
-RANKS = {"sp": 2, "pp": 2, "dp": 2, "sp+pp": 3}
+RANKS = {"sp": 2, "dp": 2, "sp+pp": 3}
 WAITS = r"rank (\d) on \S+, step \d+.*: waits for \d+ s in (.*) with ranks? ([\d, ]+)"
 HALO = r"exchange for conv2d \(plan \w+\), in module 1 \(Conv2d\),"
 HANDOVER = "hand-over forward of micro-batch 0"
 SUM = "gradients present: all-reduce"
-
-
-def slow(*values: object):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def assert_told(said: str, run: Run, stopped: int) -> dict[int, str]:
@@ -54,14 +48,60 @@ def assert_told(said: str, run: Run, stopped: int) -> dict[int, str]:
     return {int(rank): what for rank, what, _ in waits}
 
 
+RANKS_ALONE = """
+import os, signal, sys
+from mpi4py import MPI
+from spatialdl.comm import waiting
+from spatialdl.comm.watchdog import start_watchdog
+world = MPI.COMM_WORLD
+waiting.limit_waits(2)
+start_watchdog(world)
+waiting.at("step 7")
+if world.rank == 1:
+    if sys.argv[1] == "exits":
+        sys.exit(3)
+    if sys.argv[1] == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if sys.argv[1] == "sleeps":
+        signal.pause()
+if world.rank == 0 and sys.argv[1] == "waits for another":
+    waiting.noted("a message", [1], world.recv, None, 1)
+waiting.noted("the sum", range(world.size), world.Barrier)
+"""
+ALONE = r"rank 1 on \S+, step 7: does not wait for other ranks; "
+NOT_THERE = "rank 1 did not enter the communication, see above"
+
+
+@pytest.mark.parametrize(
+    ("how", "rank_0", "said"),
+    [
+        ("stops", r"the sum with ranks 1, 2", [r"no report from rank 1 \(.*\), which is stopped"]),
+        ("sleeps", r"the sum with ranks 1, 2", [ALONE + r"at <string>:\d+ in <module>", NOT_THERE]),
+        (
+            "exits",
+            r"the sum with ranks 1, 2",
+            [ALONE + r"for \d+ s it is in exit of all ranks", NOT_THERE],
+        ),
+        ("waits for another", "a message with rank 1", ["all ranks wait for each other: look for"]),
+    ],
+)
+def test_all_say_what_they_wait_for(how, rank_0, said):
+    """Ranks that import no PyTorch; the same of training is marked as slow."""
+    done = run_python("-c", RANKS_ALONE, how, launcher=mpiexec_command(3))
+    assert done.returncode != 0
+    waits = r"rank {} on \S+, step 7: waits for \d+ s in {}"
+    texts = [waits.format(0, rank_0), waits.format(2, "the sum with ranks 0, 1"), *said]
+    for text in [*texts, r"longer than comm\.timeout=2"]:
+        assert re.search(text, done.stderr), done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "start", "words", "stopped", "expected"),
     [
         ("sp+pp", by_mpiexec, [], 1, {0: HALO, 2: HANDOVER}),
-        slow("sp", by_mpiexec, ["comm.transport=torch"], 1, {0: HALO}),
-        slow("pp", by_mpiexec, [], 0, {1: HANDOVER}),
-        slow("dp", by_mpiexec, [], 1, {0: SUM}),
-        slow("dp", by_torchrun, [], 0, {1: SUM}),
+        ("sp", by_mpiexec, ["comm.transport=torch"], 1, {0: HALO}),
+        ("dp", by_torchrun, [], 0, {1: SUM}),
     ],
 )
 def test_all_say_what_they_wait_for_when_a_rank_stops_in_forward(
@@ -72,18 +112,6 @@ def test_all_say_what_they_wait_for_when_a_rank_stops_in_forward(
         told = assert_told(run.end(), run, stopped)
     for rank, what in expected.items():
         assert re.search(what, told[rank]), told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "stopped", "start"),
-    [("dp", 0, by_torchrun), ("sp+pp", 2, by_mpiexec)],
-)
-def test_all_say_what_they_wait_for_when_a_rank_is_stopped(layout, stopped, start, tmp_path):
-    """Wherever it is."""
-    with running(start(RANKS[layout]), tmp_path, *LAYOUTS[layout], TIMEOUT) as run:
-        run.send(stopped, signal.SIGSTOP)
-        assert_told(run.end(), run, stopped)
 
 
 OVERLAPPED = """
@@ -125,18 +153,6 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
         said = run.process.communicate(timeout=60)[0]
     assert "stopped by SIGUSR1 after step" in said
     assert "waits for" not in said
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_something_else_says_where_it_is(tmp_path):
-    words = ["parallel=dp", TIMEOUT, *with_failing("sleeps")]
-    with running(by_itself(), tmp_path, *words) as run:
-        said = run.end()
-    assert re.search(r"rank 0 on .*: waits for \d+ s in .* with rank 1", said), said
-    alone = r"rank 1 on .*, step \d+, forward 0, stage 0: does not wait for other ranks; at "
-    assert re.search(alone + r"tests/comm/running.py:\d+ in forward", said), said
-    last = said.splitlines()[-1]
-    assert "rank 1 did not enter the communication, see above" in last, said
 
 
 @pytest.mark.parametrize("value", ["soon", -1, float("nan"), float("inf"), True, [3]])

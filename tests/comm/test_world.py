@@ -60,7 +60,8 @@ def losses(folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("how", ["torchrun", pytest.param("mpiexec", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["torchrun", "mpiexec"])
 def test_training_over_torch_equals_one_process(how, no_mpi, tmp_path):
     """Torchrun's ranks where MPI is out of reach, or mpiexec's."""
     words = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "comm.check=true"]
@@ -78,7 +79,6 @@ def test_training_over_torch_equals_one_process(how, no_mpi, tmp_path):
     assert (summary["world_size"], summary["parallel"]) == (2, "sp")
 
 
-@pytest.mark.slow
 def test_a_program_that_torchrun_starts_gets_its_ranks(no_mpi, tmp_path):
     (tmp_path / "program.py").write_text(USER_PROGRAM)
     done = run(*TORCHRUN, "program.py", cwd=tmp_path, **no_mpi)

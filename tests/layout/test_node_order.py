@@ -47,7 +47,7 @@ def after(placement: Placement, nodes: list) -> tuple[int, int, int, int]:
     return cost(replace(placement, order=order_by_nodes(placement, nodes)), numbered(nodes))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(jobs())
 @example((Placement(2, ((2, 2),)), ["a", "b"] * 4))
 @example((Placement(1, ((2, 2), (1, 1)), mirrored=True), ["a", "b", "a", "a", "a"]))

@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import Layout
-from spatialdl.layout.placement import Placement
+from spatialdl.layout.placement import Axes, Placement
 from spatialdl.pipeline.batch_loss import check_forwards_first
 from spatialdl.pipeline.layout_checks import check_samples
 from spatialdl.pipeline.options import PipelineOptions, Width

@@ -19,9 +19,8 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import CommMismatch
-from spatialdl.layout.axes import Axes
 from spatialdl.layout.layout import Layout
-from spatialdl.layout.placement import Placement
+from spatialdl.layout.placement import Axes, Placement
 from spatialdl.models.resnet import resnet18
 from spatialdl.models.unet import unet, unet3d
 from spatialdl.pipeline.options import PipelineOptions

@@ -6,6 +6,7 @@ cannot undo it, and is named.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,9 +16,6 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 from torch import Tensor
-
-from spatialdl.comm.ending import end_job_for_sure
-from spatialdl.comm.liveness import print_stderr
 
 MANY = 32
 
@@ -141,6 +139,14 @@ around: Callable[[Call, Job], object] = _run
 """Runs the job of a call; a program may record it as well."""
 
 
+def _abort() -> None:
+    MPI.COMM_WORLD.Abort(1)
+
+
+end_job: Callable[[], object] = _abort
+"""Ends all ranks; a program may end them by other means."""
+
+
 @cache
 def watch_calls() -> None:
     """Start the thread that ends the job if a call exceeds its timeout."""
@@ -159,8 +165,9 @@ def _watch() -> None:
 
 def fail(call: Call, why: str) -> None:
     """End the job because of a call in a thread whose exceptions are not propagated."""
-    print_stderr(
-        f"spatialdl: rank {call.group.rank}: {call} in {call.group} {why}; aborting the job"
-    )
+    text = f"spatialdl: rank {call.group.rank}: {call} in {call.group} {why}; aborting the job"
+    if sys.__stderr__ is not None:
+        sys.__stderr__.write(f"{text}\n")  # at once: launchers mix partial lines
+        sys.__stderr__.flush()
     time.sleep(OTHERS_S)
-    end_job_for_sure()
+    end_job()

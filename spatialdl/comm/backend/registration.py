@@ -16,15 +16,13 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 from mpi4py import MPI
 
-from spatialdl.comm.backend.calls import watch_calls
+from spatialdl.comm.backend import calls
 from spatialdl.comm.backend.host import device_kinds
 from spatialdl.comm.backend.process_group import NAME, MpiProcessGroup
-from spatialdl.comm.ending import end_job_for_sure
-from spatialdl.comm.launch import check_mpi_world
-from spatialdl.comm.store import store_by_mpi
 from spatialdl.torch_internals import backend_plugins, rendezvous_handlers, self_recording_backends
 
 Rendezvous = Iterator[tuple[Any, int, int]]
+MakeStore = Callable[[MPI.Intracomm, timedelta], Any]
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -32,18 +30,25 @@ _open: list[MpiProcessGroup] = []
 """Groups that are not shut down."""
 
 
-def register() -> None:
-    """Register the backend and its rendezvous with torch.distributed; idempotent."""
+def register(make_store: MakeStore) -> None:
+    """Register the backend and its rendezvous with torch.distributed; idempotent.
+
+    Args:
+        make_store: creates a rendezvous store for all ranks of MPI; collective.
+    """
     if NAME.upper() in backend_plugins:
         return
     dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=device_kinds())
     # since 2.15 groups of all other backends get a flight recorder, which looks for a backend
     # inside the group: in one written in Python there is none
     self_recording_backends.add(NAME)
-    rendezvous_handlers["env"] = _env_or_mpi(rendezvous_handlers["env"])  # the default handler
+    default = "env"
+    rendezvous_handlers[default] = _env_or_mpi(rendezvous_handlers[default], make_store)
 
 
-def _env_or_mpi(by_environment: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
+def _env_or_mpi(
+    by_environment: Callable[..., Rendezvous], make_store: MakeStore
+) -> Callable[..., Rendezvous]:
     """Rendezvous by environment variables, or by MPI if they are not set."""
 
     def rendezvous(url: str, timeout: timedelta, **kwargs: Any) -> Rendezvous:
@@ -53,9 +58,8 @@ def _env_or_mpi(by_environment: Callable[..., Rendezvous]) -> Callable[..., Rend
             yield from by_environment(url, timeout=timeout, **kwargs)
         else:
             world = MPI.COMM_WORLD
-            check_mpi_world(world.size)
             _check_place(query.get("rank", world.rank), query.get("world_size", world.size))
-            yield store_by_mpi(world, timeout), world.rank, world.size
+            yield make_store(world, timeout), world.rank, world.size
 
     return rendezvous
 
@@ -94,7 +98,7 @@ def _make_group(options: Any, _: object) -> MpiProcessGroup:
         ranks = list(range(options.group_size))
         comm = MPI.COMM_WORLD.Dup()
     if not _open:
-        watch_calls()
+        calls.watch_calls()
         atexit.unregister(_drain)
         atexit.register(_drain)
         _end_job_on_exceptions()
@@ -123,6 +127,6 @@ def _end_job_on_exceptions() -> None:
         with contextlib.redirect_stderr(sys.__stderr__):  # PyTorch buffers stderr
             before(kind, error, at)
         if _open and MPI.COMM_WORLD.size > 1:
-            end_job_for_sure()
+            calls.end_job()
 
     sys.excepthook = hook

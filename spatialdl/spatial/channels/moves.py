@@ -66,7 +66,7 @@ def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator)
         own, whole = _fold(piece, dim), _empty_sized(piece, dim, bounds[-1])
         plan, out = _plan(own.shape[0], bounds, own.shape[2], comm.rank), _fold(whole, dim)
         held, window = [BoxedTensor(own, plan.own)], [BoxedTensor(out, plan.need)]
-        exchange = start_exchange(comm, Exchange(plan, held, window, own.device), NAME)
+        exchange = start_exchange(comm, Exchange(plan, held, window, own.device, name=NAME))
         copy_kept(own, out, plan)
         exchange.wait()
         wholes.append(whole)

@@ -113,12 +113,6 @@ def test_different_arguments_are_refused(name: str, arguments: Any, world: MPI.I
     assert check.enabled() == before
 
 
-@pytest.mark.parametrize("timeout", [-1, "soon", float("inf"), True])
-def test_a_timeout_that_is_none_is_refused(timeout: Any, world: MPI.Intracomm) -> None:
-    with pytest.raises(ValueError, match=r"timeout=.* must be the seconds .* or None for no limit"):
-        init_mesh((world.size, 1), timeout=timeout)
-
-
 def test_the_check_is_switched(world: MPI.Intracomm) -> None:
     before = check.enabled()
     for on in (False, True):

@@ -130,7 +130,8 @@ def test_ranks_that_are_waited_for_are_told_as_the_world_calls_them(
 
     def exchange() -> None:
         sends = need if adjoint else own
-        start_exchange(part, Exchange(plan, sends, room, tile.device, adjoint), "conv2d").wait()
+        exchange = Exchange(plan, sends, room, tile.device, adjoint, name="conv2d")
+        start_exchange(part, exchange).wait()
 
     wait = told_by_the_first(tmp_path, "exchange for conv2d", exchange)
     if wait is not None:
