@@ -161,7 +161,8 @@ class Checked(Wrapper):
     def start(self, call: Call) -> Started:
         if call.kind != "hand-over":
             check.agree(call.comm, call.text)
-        return check.run_checked(call.comm, super().start, call)
+        started: Started = check.run_checked(call.comm, super().start, call)
+        return started
 
     def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
         check.run_checked(call.comm, do)

@@ -31,7 +31,7 @@ from spatialdl.comm.exchange_strategies import (
 from spatialdl.comm.waiting import noted
 
 
-class MpiCommunicator(HostAndDevice, Neighbours):  # type: ignore[misc]
+class MpiCommunicator(HostAndDevice, Neighbours):
     """A `Communicator` that is also an mpi4py communicator.
 
     Attributes:

@@ -92,8 +92,8 @@ def run_command(
     try:
         return run()
     except (ValueError, OSError) as error:
-        is_plain = isinstance(error, OSError) and not error.filename
-        print(f"error: {(is_plain and error.strerror) or error}", file=sys.stderr)
+        reason = "" if getattr(error, "filename", None) else getattr(error, "strerror", "")
+        print(f"error: {reason or error}", file=sys.stderr)
         return FAILED if isinstance(error, (EmptyResultError, OSError)) else misused
     except KeyboardInterrupt as error:
         print(f"interrupted; {getattr(error, '__notes__', [kept])[-1]}", file=sys.stderr)

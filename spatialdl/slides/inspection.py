@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def _remarks(slide: Slide) -> list[str]:
     remarks = [slide.remark] if slide.remark else []
     scale = slide.downsamples[-1]
     y, x = (max(0, int(length / 2 - _PROBE / 2 * scale)) for length in slide.size)
-    checks = [lambda: mpp_of(slide.properties, slide.path)]
+    checks: list[Callable[[], object]] = [lambda: mpp_of(slide.properties, slide.path)]
     # not of plain images, which may have to be decoded completely
     if "openslide.vendor" in slide.properties:
         checks.append(lambda: slide.read_scaled(x, y, (_PROBE, _PROBE), scale))
@@ -103,7 +103,8 @@ def _describe_folder(path: Path) -> str:
             f"folder {path} has no {MANIFEST}, no slides ({' '.join(SLIDE_SUFFIXES)}) and no "
             "folders of one DICOM series in it; give a slide, or another folder"
         )
-    rows, notes = [_HEADS], [""]
+    rows: list[tuple[str, ...]] = [_HEADS]
+    notes = [""]
     for file in progress_bar(slides, "slides", "slide"):
         cells: tuple[str, ...] = ("",) * (len(_HEADS) - 1)
         try:

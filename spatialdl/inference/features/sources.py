@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.outcomes import result_key
+from spatialdl.data.samples import TileSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.inference.predicting.inputs import Input, shard_inputs
@@ -230,8 +231,11 @@ class ShardSource(TileSource):
 
     def key(self, task: Task) -> str:
         shards = self._dataset.manifest.shards
-        samples = map(self._dataset.sample, self.numbers(task.name))
-        where = [(shards[one.shard].sha256, one.index, one.x, one.y) for one in samples]
+        where = [
+            (shards[one.shard].sha256, one.index, one.x, one.y)
+            for one in map(self._dataset.sample, self.numbers(task.name))
+            if isinstance(one, TileSample)
+        ]
         return result_key([task.name, where, self.settings])
 
     def open(self, task: Task, key: str) -> SlideTiles:

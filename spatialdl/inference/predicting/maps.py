@@ -108,7 +108,7 @@ def save_maps(
     if not regions and world.rank != 0:
         return
     thumbnail = _thumbnail(given) if world.rank == 0 else None
-    found: ClassMap
+    found: Any
     if regions:
         found, scale = _region_map(given, given.extent, outcome, world), given.scale
     else:

@@ -280,8 +280,9 @@ def find_done(
         if place is None or record is None:
             continue
         if record.key == key and not record.report["failed"] and record.is_whole(place):
-            moves = place == before and folder is not None
-            return record.link_into(folder, place, name) if moves else record
+            if place == before and folder is not None:
+                return record.link_into(folder, place, name)
+            return record
         if place == before and record.key != key and record.source not in slide_sources(path):
             raise SlideError(
                 f"the data set has another slide named {name}, from {record.source}; rename "
@@ -340,7 +341,9 @@ def keep_failed(
         The names of the copied slides; None for the same slide, else the report of the other.
     """
     kept: dict[str, TilingReport | None] = {}
-    for name, report in failed.items() if before is not None else ():
+    for name, report in failed.items():
+        if before is None:
+            break
         record = SlideRecord.load(before, name)
         if record is None or not record.is_whole(before):
             continue

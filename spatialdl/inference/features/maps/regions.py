@@ -14,8 +14,6 @@ from spatialdl.inference.features.sources import SlideSource
 from spatialdl.inference.predicting.inputs import SlideImages, region_images
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task, initial_report
-from spatialdl.slides.cutting.grid import Wanted
-from spatialdl.slides.cutting.tiling import plan_tiles
 from spatialdl.spatial.meta import meta_copy, on_meta
 
 _FAR = 30240  # pixels; a multiple of all usual strides, such as 32 and 224
@@ -100,11 +98,8 @@ class RegionSource(SlideSource):
         """
         started, options = time.monotonic(), self.options
         with self._opened(task) as slide:
-            wanted = Wanted(options.mpp, options.mag, options.level)
-            finder = self.choosing.finder(slide)
-            plan = plan_tiles(slide, options.tile_size, wanted, 0.0, finder=finder)
-            report = initial_report(task, slide, plan, options)
-            report.in_grid = 1
+            plan = self.choosing.plan(slide, None, min_tissue=0.0)
+            report = initial_report(task, slide, plan, whole=True)
             images = region_images(slide, plan, self.choosing, options.slide_mpp, stride.multiple)
             report.seconds = time.monotonic() - started
             if images is None:
