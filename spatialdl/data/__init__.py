@@ -4,6 +4,13 @@ A data set is a folder with ``manifest.json`` and HDF5 files. Images are arrays 
 channels), masks (rows, columns), boxes half-open (row0, row1, col0, col1) in pixels. Missing or
 damaged files and unknown versions raise `spatialdl.ShardError`.
 
+In the order in which to read: `format.py` and `samples.py` (manifest and files), `shards.py` (a box
+of a sample; `chunk_reading.py` reads only chunks under it), `writer.py` (with `tile_shard.py` and
+`region_shard.py`), `image_source.py` (what training reads from: shards, `dataset_source.py`,
+`bags.py`, `synthetic.py`), `views.py` (crops, padding, `augmentation/`), `loader.py` and
+`workers.py` (batches of a rank), `tables.py` (tables of slides and labels), `outcomes.py` (what
+became of each input of a command), `importing/`, `staging/`.
+
 Names are imported lazily: writing data sets and decoding slides do not need PyTorch.
 """
 
