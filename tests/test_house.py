@@ -75,6 +75,18 @@ def test_every_folder_of_a_room_is_on_its_line(room):
     assert [name for name in missing if name not in ("__pycache__", "experiment")] == []
 
 
+@pytest.mark.parametrize(
+    "room", [r for r in ROOMS if r not in ("models/", "conf/") and r[-1] == "/"]
+)
+def test_a_room_opens_with_a_page_whose_files_are_there(room):
+    page = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text()))
+    assert page.count("\n") >= 5
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", page)
+    assert [
+        one for one in named if not any((at / one).exists() for at in (PACKAGE / room, PACKAGE))
+    ] == []
+
+
 def test_imports_go_downwards():
     floors = {room: floor for floor, room in enumerate(ROOMS)}
     upwards = [

@@ -3,7 +3,7 @@
 A network sees one tensor of the global shape. Each rank holds a tile of it, and computes its tile
 of every result. The life of a convolution, in the order in which to read:
 
-1. `split.py`: `shard` cuts an image to boxes, which follow from the sizes (`parallel/layout.py`).
+1. `split.py`: `shard` cuts an image to boxes, which follow from the sizes (`layout/layout.py`).
 2. `tensor.py`: PyTorch hands ``conv(x)`` to `SpatialTensor.__torch_function__`.
 3. `table.py`: the table names the handler of each function; what has none is refused.
 4. `conv.py`: the handler. All that follows is called from there.
