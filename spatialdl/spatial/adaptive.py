@@ -176,7 +176,8 @@ def _average(function: Any, input: SpatialTensor, output_size: Any, dims: int) -
         mean: Tensor = getattr(F, f"adaptive_avg_pool{dims}d")(tile, 1)  # tokens are an image here
         return mean
     if prod(size) == 1:
-        part = tile.sum(tuple(range(2, tile.dim())), keepdim=True, dtype=wide_type(tile.dtype))
+        over = tuple(range(2, tile.dim()))
+        part = tile.sum(over, keepdim=True, dtype=wide_type(tile.dtype))
         total = differentiable_sum(mesh.grid_comm, part, function.__name__)
         return (total / prod(pixels)).to(tile.dtype)
     moved = cell_move(input.spatial_layout, size, mesh.part)

@@ -370,9 +370,10 @@ def _normalize_groups(
     with torch.no_grad():
         moments = global_moments(as_channels(tile, samples * groups), count, comm, name)
     image = as_channels(tile, samples * channels)
-    scale, shift = (None if one is None else one.repeat(samples) for one in (weight, bias))
+    weight, bias = (None if one is None else one.repeat(samples) for one in (weight, bias))
     statistics = moments.of(tile)._replace(pixels=count)
-    return _standardize(image, scale, shift, statistics, eps, comm).view(tile.shape), moments
+    y = _standardize(image, weight, bias, statistics, eps, comm)
+    return y.view(tile.shape), moments
 
 
 def as_channels(tile: Tensor, channels: int) -> Tensor:
