@@ -243,7 +243,7 @@ class ShardSource(TileSource):
 
     def key(self, task: Task) -> str:
         shards = self._dataset.manifest.shards
-        samples = map(self._dataset.sample, self.numbers(task.name))
+        samples: Any = map(self._dataset.sample, self.numbers(task.name))  # tiles, as checked
         where = [(shards[one.shard].sha256, one.index, one.x, one.y) for one in samples]
         text = json.dumps([task.name, where, self.settings], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
