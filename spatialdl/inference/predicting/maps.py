@@ -278,7 +278,7 @@ class ClassMap(Protocol):
     """A map per class over a slide; iterating bands is collective, rank 0 gets the values."""
 
     @property
-    def size(self) -> tuple[int, int]: ...
+    def size(self) -> tuple[int, ...]: ...
 
     def bands(self, column: int, rows: int) -> Bands: ...
 
@@ -352,7 +352,7 @@ class Overview:
         factor: downsampling factor along each dim.
     """
 
-    def __init__(self, size: tuple[int, int]) -> None:
+    def __init__(self, size: tuple[int, ...]) -> None:
         self.factor = max(1, ceil(max(size) / LONGEST))
         shape = ceil(size[0] / self.factor), ceil(size[1] / self.factor)
         self._sums, self._counts, self._row = np.zeros(shape), np.zeros(shape), 0
@@ -410,7 +410,7 @@ def save_class_map(
     write_pyramid(
         path,
         (as_bytes(band, limits) for band in bands),
-        found.size,
+        (found.size[0], found.size[1]),
         mpp,
         grey=True,
         empty=True,

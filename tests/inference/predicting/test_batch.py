@@ -141,7 +141,7 @@ def test_slides_that_failed_have_a_row():
     assert slides["predicted"] == [None, "yes", "yes"]
     assert slides["probability_no"][:2] == [None, 0.1]
     assert slides["status"] == ["failed", "processed", "damaged"]
-    assert slides["reason"] == ["cannot open slide x", "", "1 tile lost"]
+    assert slides["reason"] == ["cannot open slide x", "", "1 tile could not be read"]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_a_network_that_is_far_larger_than_its_checkpoint_is_not_built(tmp_path)
     run = train(tmp_path / "run", "task=segmentation", *MAPS)
     trained = find_trained(str(run), SingleProcess())
     Network(trained, command("ckpt_path=x"), SingleProcess()).pipeline((32, 32))
-    trained.config.model.width = 30_000  # of which the checkpoint has few
+    trained.config.model.width = 300  # of which the checkpoint has few
     with pytest.raises(ValueError, match=r"has over [0-9,]+ weights"):
         Network(trained, command("ckpt_path=x"), SingleProcess()).pipeline((32, 32))
 
