@@ -22,7 +22,7 @@ PUBLIC = {
     if name != "__version__"
 }
 PUBLIC["spatialdl.export.export"] = spatialdl.export.export
-PUBLIC["spatialdl.random.keyed"] = spatialdl.random.keyed
+PUBLIC["spatialdl.spatial.random.keyed"] = spatialdl.random.keyed
 ESTIMATORS = ("KMeans", "NearestNeighbors", "PCA", "Ridge", "RidgeCV", "RidgeClassifierCV")
 ESTIMATORS += ("TruncatedSVD",)
 PUBLIC |= {f"{analysis.__name__}.{name}": getattr(analysis, name) for name in ESTIMATORS}

@@ -89,7 +89,6 @@ def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here, monkeyp
     assert "data:image/jpeg" in (folder / "again" / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_flat_folder_with_a_table_is_split_imported_trained_on_and_evaluated(folder, here):
     rng, lines = np.random.default_rng(1), ["filename,label,patient"]
     (folder / "flat").mkdir()
@@ -144,7 +143,6 @@ def test_masks_are_compared_pixel_by_pixel(folder, here, monkeypatch):
     assert np.abs(counts - from_maps).sum() <= 0.01 * counts.sum()
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_slides_are_evaluated_with_a_table(folder, here):
     """By tile, slide, patient and scanner; a slide that cannot be read is reported."""
     (folder / "slides").mkdir()
@@ -173,7 +171,6 @@ def test_slides_are_evaluated_with_a_table(folder, here):
     assert "data:image/jpeg" in (folder / "s" / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_volumes_are_evaluated_with_a_table(tmp_path, here):
     train_on_labels(tmp_path, "task=classification")
     (tmp_path / "new").mkdir()
@@ -193,7 +190,6 @@ def test_volumes_are_evaluated_with_a_table(tmp_path, here):
     assert told["levels"]["patient"]["units"] == 3
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_labels_may_be_by_sample(folder, here):
     """Of images without slides, too, which then are of patients."""
     dataset = ShardDataset(folder / "tiles")
@@ -212,7 +208,6 @@ def test_labels_may_be_by_sample(folder, here):
     assert "slide" not in told["levels"]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_bags_of_features_are_evaluated(tmp_path, here):
     write_bags(tmp_path / "bags")
     words = (*SMALL["mean"], "trainer.max_epochs=1")
