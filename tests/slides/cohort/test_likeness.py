@@ -135,7 +135,7 @@ def test_the_pairs_are_those_of_comparing_each_with_each(looks, monkeypatch):
     monkeypatch.setattr(leaks, "_BATCH", 2)
     for least, kinds in (
         (0.6, range(count)),
-        (ALIKE, [k // 3 % 2 for k in range(count)]),
+        (ALIKE, [k // 4 % 2 for k in range(count)]),
     ):
         done: list[int] = []
         found = correlated_pairs(looks, kinds, least, ENERGY, jobs=2, progress=done.append)
