@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spatialdl
-from spatialdl.comm import check, exchange
+from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Talk
 from spatialdl.comm.handover import HandoverShape
@@ -69,7 +69,7 @@ def exchanged(one: Any, axis: Any = "grid") -> Talk:
     return Talk("exchange", len(peers), sum(view.nbytes for view in one.leaving()), axis)
 
 
-def note_collectives(
+def note_messages(
     comm: Any, heard: list[Talk], patch: pytest.MonkeyPatch, axis: Any = "grid"
 ) -> None:
     def note(kind: Any, name: str) -> None:
@@ -83,26 +83,24 @@ def note_collectives(
 
     note("sum", "all_reduce")
     note("gather", "all_gather")
+    start = comm.start_exchange
+
+    def starting(one: Any) -> Any:
+        heard.append(exchanged(one, axis))
+        return start(one)
+
+    patch.setattr(comm, "start_exchange", starting)
 
 
 @contextmanager
 def overheard(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk]]:
     """What this rank sends, or brings to sums, to ranks of its mesh."""
     heard: list[Talk] = []
-    start = exchange._start
-
-    def axis(comm: Any) -> Any:
-        return "tensor" if comm is mesh.tensor_comm else "grid"
-
-    def starting(comm: Any, one: Any, name: str) -> Any:
-        heard.append(exchanged(one, axis(comm)))
-        return start(comm, one, name)
-
     with monkeypatch.context() as patch:
-        patch.setattr(exchange, "_start", starting)
         patch.setattr(check, "agree", lambda *about: None)
         for comm in {id(one): one for one in (mesh.tensor_comm, mesh.grid_comm)}.values():
-            note_collectives(comm, heard, patch, axis(comm))
+            axis = "tensor" if comm is mesh.tensor_comm else "grid"
+            note_messages(comm, heard, patch, axis)
         yield heard
 
 
@@ -262,16 +260,9 @@ ODD_SIZES: Networks = {
 def overheard_across(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk]]:
     """What this process sends for its virtual tiles, or brings to sums."""
     heard: list[Talk] = []
-    start = comm.start_exchange
-
-    def starting(one: Any) -> Any:
-        heard.append(exchanged(one))
-        return start(one)
-
     with monkeypatch.context() as patch:
         patch.setattr(check, "agree", lambda *about: None)
-        patch.setattr(comm, "start_exchange", starting)
-        note_collectives(comm, heard, patch)
+        note_messages(comm, heard, patch)
         yield heard
 
 
