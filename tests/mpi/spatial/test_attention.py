@@ -311,9 +311,9 @@ def test_each_rank_receives_every_key_of_others_once(monkeypatch: pytest.MonkeyP
     received, returned = [], []
     start = ring.start_exchange
 
-    def counted(comm: Communicator, what: Exchange, name: str) -> Pending:
+    def counted(comm: Communicator, what: Exchange) -> Pending:
         (returned if what.adjoint else received).append(math.prod(what.plan.need.shape))
-        return start(comm, what, name)
+        return start(comm, what)
 
     monkeypatch.setattr(ring, "start_exchange", counted)
     for mesh in every_mesh(2).values():
