@@ -224,7 +224,8 @@ class Handover:
         tag = self._tag(0 if lane else microbatch, direction)
         route = Route((*self.senders, *self.receivers), tag)
         is_adjoint = direction == "backward"
-        name = f"hand-over {direction} of micro-batch {microbatch}"
+        what = "hand-over" if receives else "completion of hand-over"
+        name = f"{what} {direction} of micro-batch {microbatch}"
         exchange = Exchange(plan, sends, receives, device, is_adjoint, route, name)
         comm: Communicator = lane or self.comm  # type: ignore[assignment]
         return start_exchange(comm, exchange)

@@ -176,7 +176,7 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for one in gc.get_objects():
-        if issubclass(type(one), Tensor) and not isinstance(one, FakeTensor):
+        if issubclass(type(one), Tensor) and not isinstance(one, FakeTensor) and not one.is_meta:
             local = one.to_local() if isinstance(one, DTensor) else one
             with suppress(RuntimeError):  # "invalid python storage", or sparse ones of other tests
                 memory = local.untyped_storage()
