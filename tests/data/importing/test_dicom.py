@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pydicom
 import pytest
 from nibabel.nicom.dicomwrappers import wrapper_from_data
 from pydicom.data import get_testdata_file
-from pydicom.uid import SegmentationStorage
+from pydicom.uid import JPEGLSLossless, SegmentationStorage
 
 from spatialdl.data.importing.volume_file import open_volume
 from spatialdl.data.importing.volume_files.dicom import find_series
@@ -202,3 +203,30 @@ def test_damaged_files_of_a_folder_are_one_series(tmp_path):
         found["s"].open()
     with pytest.raises(ValueError, match=r"a\.dcm: it has no SOP Class"):
         open_volume(tmp_path / "s" / "a.dcm")
+
+
+def test_compressed_slices_need_a_decoder(series, tmp_path):
+    for one in series:
+        one.compress(pydicom.uid.RLELossless)
+    save(series, tmp_path / "s")
+    check(open_volume(tmp_path / "s"), voxels(), oblique())
+    for one in series:
+        one.PixelData = pydicom.encaps.encapsulate([b"\0\1"])
+        one.file_meta.TransferSyntaxUID = JPEGLSLossless
+        one["PixelData"].is_undefined_length = True
+    save(series, tmp_path / "s")
+    with pytest.raises(ValueError, match="Unable to decompress 'JPEG-LS Lossless"):
+        open_volume(tmp_path / "s").read()
+
+
+def test_a_disc_with_its_directory(tmp_path):
+    disc = Path(pydicom.data.__file__).parent / "test_files" / "dicomdirtests"
+    shutil.copytree(disc / "98892001" / "CT5N", tmp_path / "CT5N")
+    shutil.copy(disc / "DICOMDIR", tmp_path / "CT5N")
+    found = find_series(tmp_path, [*tmp_path.iterdir()])
+    assert dict(found.others) == {"Media Storage Directory Storage": 1}
+    volume = found.series["CT5N"].open()
+    assert volume.size[0] == 5
+    first = pydicom.dcmread(found.series["CT5N"].files[0][0])
+    stored = first.pixel_array * first.RescaleSlope + first.RescaleIntercept
+    assert any((stored == one).all() for one in volume.read()[..., 0])
