@@ -17,7 +17,7 @@ In a single process, tile by tile, with activations offloaded to disk if memory 
     loss = criterion(spatialdl.stream(model, image, grid=(8, 8), limit_gb=2), labels)
 
 `spatialdl.data` reads and writes data sets; commands are ``python -m spatialdl.train``, ``.plan``,
-``.check``, ``.export`` and ``.bench``.
+``.evaluate``, ``.predict``, ``.check`` and ``.export``.
 
 Importing this package initialises neither MPI nor a GPU; `init_mesh` does. It does not import
 PyTorch either, which launcher processes do not need: most names are imported on first use.

@@ -18,7 +18,6 @@ MODULES = {
     "plan": "list the layouts that fit a cluster, with their memory and speed",
     "check": "compare a network on split images with a single process",
     "export": "write the weights of a checkpoint to one file",
-    "bench": "run a benchmark",
 }
 """Commands that are modules, ``python -m spatialdl.NAME``, and what they do."""
 

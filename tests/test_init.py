@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 import spatialdl
+from spatialdl.__main__ import MODULES, SCRIPTS
 from tests.processes import printed
 from tests.vision import need_timm
 
@@ -63,6 +65,12 @@ def test_commands_are_listed_and_started_by_name(words, code, said, run_main):
     ended, shown = run_main(partial(runpy.run_module, "spatialdl", run_name="__main__"), *words)
     assert ended == code
     assert said in shown
+
+
+def test_every_command_in_the_list_is_there():
+    """The benchmarks stayed in it when they left the package."""
+    modules = [*MODULES, *(module for module, _ in SCRIPTS.values())]
+    assert [name for name in modules if find_spec(f"spatialdl.{name}") is None] == []
 
 
 def test_no_gpu_is_visible_here_or_in_subprocesses():
