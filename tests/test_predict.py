@@ -278,12 +278,17 @@ def test_volumes_are_predicted_and_bad_files_are_reported(tmp_path, here, monkey
     save(tmp_path / "new" / "holed.nii", holed)
     save(tmp_path / "new" / "thick.nii", voxels((10, 9, 1)), np.diag([0.7, 0.8, 9, 1]))
     (tmp_path / "new" / "broken.nii").write_text("no volume")
+    lost = tmp_path / "new" / "lost.tif"  # its last pages: it was predicted as a smaller volume
+    pages = np.random.default_rng(0).integers(0, 999, (12, 54, 45)).astype(np.int16)
+    tifffile.imwrite(lost, pages, metadata=None, compression="zlib")
+    lost.write_bytes(lost.read_bytes()[: lost.stat().st_size // 2])
     code, said = here("ckpt_path=run", "volumes=new", "hydra.run.dir=q")
     assert code == 1
     assert " tile" not in said
     for sentence in (
         "new/broken.nii: it is damaged, or not a NIfTI file",
         "new/flat.nii: it has shape (10, 9), expected a volume",
+        "new/lost.tif: it is damaged: ",
         "contrasts has 2 channels, the network was trained on 1",
         "holed: 1 of 540 voxels read are NaN or infinite",
         "thick: its voxels are 9 x 0.8 x 0.7 mm",
@@ -294,7 +299,7 @@ def test_volumes_are_predicted_and_bad_files_are_reported(tmp_path, here, monkey
     good = {"whole", "thick"}
     assert status == {
         name: "processed" if name in good else "failed"
-        for name in ("broken", "contrasts", "flat", "holed", "thick", "whole")
+        for name in ("broken", "contrasts", "flat", "holed", "lost", "thick", "whole")
     }
     maps = {path.name.partition("-")[0] for path in (tmp_path / "q").glob("*.nii*")}
     assert maps == good

@@ -118,8 +118,8 @@ class Command:
 
     def _work(self, world: Communicator, composed: DictConfig, config: DictConfig) -> None:
         """Work in this process, the only rank or one of several."""
-        # damaged slides are reported by this package
-        logging.getLogger("tifffile").setLevel(logging.CRITICAL)
+        # damage is reported by this package, which listens to what tifffile logs
+        logging.getLogger("tifffile").propagate = False
         with run_directory(world, composed, config, self.name) as (agreed, run_dir):
             succeeded = self.run(agreed, run_dir, world)
             run_log.log_warnings(world)
