@@ -187,8 +187,13 @@ def transformers_encoder(wish: Wish) -> Encoder:
 
 def _load(wish: Wish, source: str, local: bool) -> tuple[Any, list[str]]:
     """Load a network; returns it with the names of missing weights."""
+    import torch
     from transformers import AutoConfig, AutoModel
 
+    with torch.device("meta"):
+        # PyTorch lists the functions that such a context changes when it is first used, and
+        # transformers replaces torch.linspace while it loads: the list would keep the replacement
+        torch.empty(0)
     if wish.weights is None:
         network, found = AutoModel.from_pretrained(
             source, local_files_only=local, output_loading_info=True, **wish.arguments
