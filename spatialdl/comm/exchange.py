@@ -76,39 +76,6 @@ class Call(NamedTuple):
         return [self.comm.world_ranks[peer] for peer in peers]
 
 
-Around = Callable[[Call, UnderWay, Callable[[], None]], object]
-"""Runs the wait of a call's pending operation."""
-
-_DONE = Completed()
-
-
-class Started:
-    """A pending operation, and what wrappers add around its wait; holds nothing afterwards."""
-
-    __slots__ = ("_call", "_pending", "around")
-
-    def __init__(self, call: Call, pending: UnderWay) -> None:
-        self._call: Call | None = call
-        self._pending = pending
-        self.around: list[Around] = []  # innermost first
-
-    def wait(self) -> None:
-        call, pending = self._call, self._pending
-        if call is None:
-            return
-        do = pending.wait
-        for run in self.around:
-            do = partial(run, call, pending, do)  # type: ignore[assignment]
-        self._call, self._pending, self.around = None, _DONE, []
-        do()
-
-    def is_done(self) -> bool:
-        return self._pending.is_done()
-
-    def peers(self) -> Sequence[int]:
-        return self._pending.peers()
-
-
 class Transport:
     """Communication by the communicator itself."""
 
@@ -116,9 +83,14 @@ class Transport:
         """Result of a collective that blocks."""
         return call.do(call.argument)
 
-    def start(self, call: Call) -> Started:
+    def start(self, call: Call) -> UnderWay:
         """The pending operation that a call starts."""
-        return Started(call, call.do(call.argument))
+        pending: UnderWay = call.do(call.argument)
+        return pending
+
+    def wait(self, call: Call, pending: UnderWay) -> None:
+        """Wait for the pending operation of a call."""
+        pending.wait()
 
 
 class Wrapper(Transport):
@@ -127,14 +99,14 @@ class Wrapper(Transport):
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
 
-    def start(self, call: Call) -> Any:
-        started = self._inner.start(call)
-        started.around.append(self.wait)
-        return started
+    def run(self, call: Call) -> Any:
+        return self._inner.run(call)
 
-    def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
-        """Run the wait of a pending operation."""
-        do()
+    def start(self, call: Call) -> UnderWay:
+        return self._inner.start(call)
+
+    def wait(self, call: Call, pending: UnderWay) -> None:
+        self._inner.wait(call, pending)
 
 
 class Trimmed(Wrapper):
@@ -142,10 +114,7 @@ class Trimmed(Wrapper):
 
     _holes = allocator.Holes()
 
-    def run(self, call: Call) -> Any:
-        return self._inner.run(call)
-
-    def start(self, call: Call) -> Started:
+    def start(self, call: Call) -> UnderWay:
         if call.argument.device.type == "cpu":
             self._holes.poll()
         return self._inner.start(call)
@@ -158,14 +127,13 @@ class Checked(Wrapper):
         check.agree(call.comm, call.text)
         return check.run_checked(call.comm, self._inner.run, call)
 
-    def start(self, call: Call) -> Started:
+    def start(self, call: Call) -> UnderWay:
         if call.kind != "hand-over":
             check.agree(call.comm, call.text)
-        started: Started = check.run_checked(call.comm, super().start, call)
-        return started
+        return check.run_checked(call.comm, self._inner.start, call)
 
-    def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
-        check.run_checked(call.comm, do)
+    def wait(self, call: Call, pending: UnderWay) -> None:
+        check.run_checked(call.comm, self._inner.wait, call, pending)
 
 
 class Traced(Wrapper):
@@ -175,9 +143,9 @@ class Traced(Wrapper):
         with trace.span(call.kind, call.text.name):
             return self._inner.run(call)
 
-    def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
+    def wait(self, call: Call, pending: UnderWay) -> None:
         with trace.span(call.kind, call.text.name):
-            do()
+            self._inner.wait(call, pending)
 
 
 class Noted(Wrapper):
@@ -186,20 +154,56 @@ class Noted(Wrapper):
     def run(self, call: Call) -> Any:
         return noted(call, None, self._inner.run, call)
 
-    def wait(self, call: Call, pending: UnderWay, do: Callable[[], None]) -> None:
-        noted(call, partial(call.peers, pending), do)
+    def wait(self, call: Call, pending: UnderWay) -> None:
+        noted(call, partial(call.peers, pending), self._inner.wait, call, pending)
 
 
-class Recorded(Wrapper):
-    """Records received data on the tape of a forward, see `replay`."""
+_DONE = Completed()
+
+
+class Started:
+    """A call that starts and waits through wrappers; holds nothing afterwards."""
+
+    __slots__ = ("_call", "_pending", "_through")
+
+    def __init__(self, call: Call, through: Transport) -> None:
+        self._call: Call | None = call
+        self._through = through
+        self._pending = through.start(call)
+
+    def wait(self) -> None:
+        call, pending = self._call, self._pending
+        if call is not None:
+            self._call, self._pending = None, _DONE
+            self._through.wait(call, pending)
+
+    def is_done(self) -> bool:
+        return self._pending.is_done()
+
+    def peers(self) -> Sequence[int]:
+        return self._pending.peers()
+
+
+class Recorded:
+    """Records received data on the tape of a forward, see `replay`; a replay starts no call.
+
+    Args:
+        inner: the wrappers of calls that are started.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
 
     def run(self, call: Call) -> Any:
+        """Result of a collective that blocks."""
         return replay.once(partial(self._inner.run, call))
 
     def start(self, call: Call) -> Any:
+        """The pending operation that a call starts, or its replay."""
         if call.kind == "halo" and replay.is_active():
-            return replay.exchange_once(partial(self._inner.start, call), call.argument.landing())
-        return self._inner.start(call)
+            begin = partial(Started, call, self._inner)
+            return replay.exchange_once(begin, call.argument.landing())
+        return Started(call, self._inner)
 
 
 _AROUND = Recorded(Trimmed(Checked(Traced(Noted(Transport())))))
