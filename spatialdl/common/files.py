@@ -31,6 +31,14 @@ TEMPORARY = ".*.tmp"
 
 _LONGEST_NAME = 240  # bytes; file systems allow 255, and files append suffixes
 
+VOLUMES = {
+    "nifti": (".nii", ".nii.gz"),
+    "nrrd": (".nrrd", ".nhdr"),
+    "tiff": (".tif", ".tiff", ".ome.tif", ".ome.tiff"),
+    "zarr": (".zarr", ".ome.zarr"),
+}
+"""Suffixes of volumes by format; DICOM is recognised by content."""
+
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error codes of file systems without locks."""
 
@@ -161,6 +169,17 @@ def storable(name: str) -> str:
         return whole
     digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
     return plain.encode()[: _LONGEST_NAME - 13].decode(errors="ignore") + "-" + digest
+
+
+def volume_suffix(path: Path) -> str:
+    """The longest suffix of `VOLUMES` that a file or store has, in lower case; empty if none."""
+    suffixes = (suffix for kind in VOLUMES.values() for suffix in kind)
+    return max((end for end in suffixes if path.name.lower().endswith(end)), key=len, default="")
+
+
+def volume_name(path: Path) -> str:
+    """File name without the suffix of a volume; `.nii.gz` counts as one."""
+    return path.name[: len(path.name) - len(volume_suffix(path))]
 
 
 def file_status(folder: Path, name: str) -> os.stat_result:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from spatialdl.common.files import save_table, storable
+from spatialdl.common.files import save_table, storable, volume_name
 from spatialdl.common.packages import needed
 
 SLIDE_COLUMNS = ("slide", "slide_id")
@@ -305,8 +305,8 @@ def _spellings(given: str) -> list[str]:
     path = PurePath(given)
     stem = path.stem if path.stem.strip(".") else path.name
     tails = ["_".join(path.parts[-depth:]).lstrip("/") for depth in range(2, len(path.parts) + 1)]
-    volume = stem.removesuffix(".nii").removesuffix(".ome")
-    return [storable(name) for name in (given, path.name, stem, *tails, volume) if name]
+    names = (given, path.name, stem, *tails, volume_name(Path(given)))
+    return [storable(name) for name in names if name]
 
 
 class PathIndex:

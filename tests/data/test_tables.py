@@ -64,6 +64,14 @@ def test_a_table_is_the_same_in_all_formats(tmp_path: Path, kind: str) -> None:
     assert [row.patient for row in table.rows] == ["p", None]
 
 
+def test_rows_match_names_without_suffix_and_folders(file: Path) -> None:
+    """The suffixes of volumes were taken off in lower case only, and that of `.ome` from slides."""
+    names = ["x/A.NII.GZ", "b.ome.TIF", "c.nhdr", "d.ome.svs"]
+    file.write_text("slide,label\n" + "".join(f"{name},1\n" for name in names))
+    rows, missing = read_labels(file, None).match(["A", "b", "c", "d"])
+    assert (list(rows), missing) == (["A", "b", "c"], ["d.ome.svs"])
+
+
 def test_columns_of_labels_are_those_without_another_meaning(file: Path) -> None:
     file.write_text("slide,er,case_id,pr,split\na.svs,1,p,,train\n\nb, 0 ,q,1,val\n")
     found = read_labels(file, None)

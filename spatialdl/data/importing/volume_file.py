@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from spatialdl.common.files import VOLUMES, volume_name, volume_suffix
 from spatialdl.data.importing.volume_files.dicom import DicomFolder, find_series
 from spatialdl.data.importing.volume_files.nifti import load_nifti, open_nifti
 from spatialdl.data.importing.volume_files.nrrd import open_nrrd
@@ -22,11 +23,9 @@ __all__ = [
     "volumes_in",
 ]
 
+_OPEN = {"nifti": open_nifti, "nrrd": open_nrrd, "tiff": open_tiff, "zarr": open_ome_zarr}
 _READERS: dict[str, Callable[[Path], StoredVolume]] = {
-    **dict.fromkeys((".nii", ".nii.gz"), open_nifti),
-    **dict.fromkeys((".nrrd", ".nhdr"), open_nrrd),
-    **dict.fromkeys((".tif", ".tiff", ".ome.tif", ".ome.tiff"), open_tiff),
-    **dict.fromkeys((".zarr", ".ome.zarr"), open_ome_zarr),
+    suffix: _OPEN[kind] for kind, suffixes in VOLUMES.items() for suffix in suffixes
 }
 SUFFIXES = tuple(_READERS)
 """Suffixes of files, and of OME-Zarr folders; DICOM is recognised by content."""
@@ -44,7 +43,7 @@ def open_volume(path: Path) -> StoredVolume:
     """
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError("it is an empty file (0 bytes): copy it again")
-    if suffix := _suffix(path):
+    if suffix := volume_suffix(path):
         return _READERS[suffix](path)
     found = list(find_series(path if path.is_dir() else path.parent, [path]).series.values())
     if len(found) != 1:
@@ -57,7 +56,7 @@ def open_volume(path: Path) -> StoredVolume:
 
 def is_volume(path: Path) -> bool:
     """Whether a file or store has the suffix of a volume, and is not hidden."""
-    return bool(_suffix(path)) and path.name[0] != "."
+    return bool(volume_suffix(path)) and path.name[0] != "."
 
 
 def volumes_in(folder: Path) -> tuple[list[Path], DicomFolder]:
@@ -65,13 +64,3 @@ def volumes_in(folder: Path) -> tuple[list[Path], DicomFolder]:
     inside = [path for path in sorted(folder.iterdir()) if path.name[0] != "."]
     others = [path for path in inside if not is_volume(path)]
     return list(filter(is_volume, inside)), find_series(folder, others)
-
-
-def volume_name(path: Path) -> str:
-    """File name without its suffix; `.nii.gz` counts as one."""
-    return path.name[: len(path.name) - len(_suffix(path))]
-
-
-def _suffix(path: Path) -> str:
-    """The longest known suffix, in lower case."""
-    return max((end for end in SUFFIXES if path.name.lower().endswith(end)), key=len, default="")
