@@ -107,6 +107,7 @@ class StageRuntime:
         own = handovers.at(position)
         self._before = {b: link for b, link in own.items() if b.taker == position.stage}
         self._after = {b: link for b, link in own.items() if b.giver == position.stage}
+        self._links = own
         self._made: dict[int, Made] = {}
         self._some: dict[tuple[int, ...], Communicator] = {}
 
@@ -183,14 +184,14 @@ class StageRuntime:
         self, borders: Iterable[Border], samples: int, backward: bool = False
     ) -> Iterator[CrossingValue]:
         """Yield the values that cross some borders for a micro-batch, or have gradients."""
-        passing, links = self._shapes.of(samples), self._before | self._after
+        passing = self._shapes.of(samples)
         for border in borders:
             for value, shape in passing[border].items():
                 is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
                 learns = border in self._learns and value != IMAGE and is_number
                 if learns or not backward:
                     whole = over_ranks(shape, self._placement.stream)
-                    yield CrossingValue(value, shape, whole, links[border], learns)
+                    yield CrossingValue(value, shape, whole, self._links[border], learns)
 
     def backward(
         self, number: int, microbatch: Microbatch, criterion: Criterion, weight: float | Tensor
