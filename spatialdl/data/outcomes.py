@@ -76,10 +76,17 @@ def exit_code(outcomes: Iterable[Outcome], *, skip_errors: bool) -> int:
     return FAILED if failed and not skip_errors else OK
 
 
+def reason_of(error: Exception) -> str:
+    """What an error says, without the number of one of the system that names no file."""
+    reason = "" if getattr(error, "filename", None) else getattr(error, "strerror", "")
+    return reason or str(error)
+
+
 def run_command(
     run: Callable[[], int],
     kept: str = "run the same command again to resume",
     misused: int = MISUSED,
+    describe: Callable[[Exception], str] = reason_of,
 ) -> int:
     """Run a command; errors and signals become a message on stderr and an exit code.
 
@@ -87,13 +94,13 @@ def run_command(
         run: returns the exit code.
         kept: what is said after an interruption, unless the exception has a note.
         misused: the exit code after a ValueError.
+        describe: returns what is printed of an error.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return run()
     except (ValueError, OSError) as error:
-        reason = "" if getattr(error, "filename", None) else getattr(error, "strerror", "")
-        print(f"error: {reason or error}", file=sys.stderr)
+        print(f"error: {describe(error)}", file=sys.stderr)
         return FAILED if isinstance(error, (EmptyResultError, OSError)) else misused
     except KeyboardInterrupt as error:
         print(f"interrupted; {getattr(error, '__notes__', [kept])[-1]}", file=sys.stderr)

@@ -6,14 +6,13 @@ team process it, and its first rank has the result. A bad input does not end the
 
 from __future__ import annotations
 
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from types import FrameType
 from typing import Any, Protocol
 
 from spatialdl.comm.abort import describe_error, install_abort_hook
@@ -23,6 +22,7 @@ from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.comm.liveness import print_last, report_exit, report_start
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.world import start_world
+from spatialdl.data.outcomes import FAILED, run_command
 from spatialdl.errors import ShardError, SlideError
 
 
@@ -169,22 +169,16 @@ class RankCommand:
         info = launched()
         if info is not None and info.size > 1:
             return self._as_rank(words, info.rank)
-        before = signal.signal(signal.SIGTERM, _terminate)
-        try:
-            options = self.parse(words)
-            ranks = self.check(options)
-            if ranks > 1:
-                check_capacity(ranks)
-                return start_ranks(ranks, self.module, words)
-            return self.run(options, SingleProcess())
-        except (ValueError, OSError) as error:
-            print(f"error: {describe_error(error)}", file=sys.stderr)
-            return 1 if isinstance(error, OSError) else self.misused
-        except KeyboardInterrupt as error:
-            print("interrupted; run the same command again to resume", file=sys.stderr)
-            return 143 if isinstance(error, _TerminatedError) else 130
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        run = partial(self._alone_or_launch, words)
+        return run_command(run, misused=self.misused, describe=describe_error)
+
+    def _alone_or_launch(self, words: Sequence[str]) -> int:
+        options = self.parse(words)
+        ranks = self.check(options)
+        if ranks > 1:
+            check_capacity(ranks)
+            return start_ranks(ranks, self.module, words)
+        return self.run(options, SingleProcess())
 
     def _as_rank(self, words: Sequence[str], rank: int) -> int:
         """Run as one of several ranks; an error of one rank ends all."""
@@ -198,7 +192,7 @@ class RankCommand:
         except AgreedError as error:
             if world.rank == 0:
                 print_last(f"error: {describe_error(error)}")
-            code = 1 if error.is_io else self.misused
+            code = FAILED if error.is_io else self.misused
         world.barrier()  # otherwise a launcher may kill rank 0 before it prints the error
         if code:
             report_exit()
@@ -215,11 +209,3 @@ class RankCommand:
                     found = stop.code if isinstance(stop.code, int) else 0
         agreed: Namespace | int = world.bcast(found)
         return agreed
-
-
-class _TerminatedError(KeyboardInterrupt):
-    """The process received SIGTERM."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _TerminatedError
