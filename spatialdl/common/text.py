@@ -37,11 +37,12 @@ def progress_bar(
         what: in front of the bar.
         unit: what is counted.
         shows: false never shows it.
-        more: further arguments of tqdm.
+        more: further arguments of tqdm, which may replace those set here.
     """
     from tqdm import tqdm  # imported here, as it is slow
 
-    return tqdm(items, what, unit=unit, disable=None if shows else True, leave=False, **more)
+    how = {"disable": None if shows else True, "leave": False} | more
+    return tqdm(items, what, unit=unit, **how)
 
 
 def width(text: str) -> int:

@@ -14,11 +14,12 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from spatialdl.comm.across import Across, GivenUp
+from spatialdl.common.text import progress_bar
 from spatialdl.layout.layout import by
 from spatialdl.layout.placement import Placement
 from spatialdl.spatial.streaming.memory import Memory
 from spatialdl.spatial.streaming.sizes import ImageSizes, sizes_of, stored, tiles_within
-from spatialdl.training.console.progress import has_terminal, progress_bar
+from spatialdl.training.console.progress import has_terminal
 from spatialdl.training.layouts import AUTO, placement_of, refuse
 
 LEAST = 32
@@ -246,8 +247,15 @@ class StepWatch:
             yield
             return
         before = self._buffers() if self._stops is not None else []
-        how = {"delay": DELAY_S, "leave": False, "disable": not self._shows}
-        with progress_bar(self._operations, f"step {step}", " operations", **how) as bar:
+        with progress_bar(
+            None,
+            f"step {step}",
+            " operations",
+            total=self._operations,
+            delay=DELAY_S,
+            disable=not self._shows,
+            dynamic_ncols=True,
+        ) as bar:
             for one in self._across:
                 one.stops = self._stops
             if self._shows or not self._across:

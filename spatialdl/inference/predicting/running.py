@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.common.text import progress_bar
 from spatialdl.data.format import VOLUME_CHUNK
 from spatialdl.data.image_source import Box, ImageSource, Pixels, Size, extents, whole_box
 from spatialdl.data.views import Views
@@ -43,6 +42,9 @@ from spatialdl.training.rank_loader import RankLoader
 from spatialdl.training.tasks.losses import own_pixels
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression, SampleTask
 from spatialdl.training.validation import Evaluated, evaluated
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 log = logging.getLogger("spatialdl.predict")
 
@@ -288,14 +290,9 @@ class ActivationMaps:
 
 def bar(name: str, what: str, total: int, unit: str, *, shows: bool = True) -> tqdm[Any]:
     """A progress bar that is erased when closed; it needs a terminal."""
-    return tqdm(
-        total=total,
-        desc=f"{name}, {what}",
-        unit=unit,
-        disable=not (shows and has_terminal()),
-        leave=False,
-        file=sys.stderr,
-        dynamic_ncols=True,
+    hidden = not (shows and has_terminal())
+    return progress_bar(
+        None, f"{name}, {what}", unit, total=total, disable=hidden, dynamic_ncols=True
     )
 
 

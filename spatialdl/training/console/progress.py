@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from spatialdl.comm.launch import TERMINAL
-from spatialdl.common.text import readable_bytes
+from spatialdl.common.text import progress_bar, readable_bytes
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -21,20 +21,6 @@ log = logging.getLogger("spatialdl.progress")
 
 _LINES = 10  # in a log file, evenly over the run
 _LINE_EVERY_S = 60.0  # and at least one in this interval
-
-
-def progress_bar(total: int | None, text: str, unit: str, **how: Any) -> tqdm[Any]:
-    """Bar on stderr, as wide as the terminal.
-
-    Args:
-        total: number of units; None if unknown.
-        text: what makes progress.
-        unit: what is counted.
-        how: further arguments of tqdm.
-    """
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=text, unit=unit, file=sys.stderr, dynamic_ncols=True, **how)
 
 
 class StepProgress:
@@ -66,9 +52,17 @@ class StepProgress:
             for handler in root.handlers:  # tqdm has replaced the handlers
                 for one in filters:
                     handler.addFilter(one)
-            self._bar = self._open.enter_context(
-                progress_bar(self._steps, "steps", "step", initial=self._done)
+            bar = progress_bar(
+                None,
+                "steps",
+                "step",
+                total=self._steps,
+                initial=self._done,
+                disable=False,
+                leave=True,
+                dynamic_ncols=True,
             )
+            self._bar = self._open.enter_context(bar)
         return self
 
     def __exit__(self, *raised: object) -> None:

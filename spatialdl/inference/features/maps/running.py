@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh, init_mesh
+from spatialdl.common.text import progress_bar
 from spatialdl.data.image_source import Box, ImageSource
 from spatialdl.errors import SlideError, UnsupportedSpatialOp
 from spatialdl.inference.features.encoders.encoder import Encoder, Preprocess
@@ -119,8 +119,7 @@ def save_maps(
     network = MapNetwork(encoder, device, precision, parts, world)
     work, tasks = MapWork(run, stride, network, world), run.source.tasks
     slides = process(tasks, Team(world), world, work)
-    hidden = None if world.rank == 0 else True
-    bar = tqdm(slides, total=len(tasks), unit="slide", disable=hidden, leave=False)
+    bar = progress_bar(slides, None, "slide", shows=world.rank == 0, total=len(tasks))
     work.outcome.reports = list(bar)
     return work.outcome
 
