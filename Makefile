@@ -228,8 +228,7 @@ $(DOCS): $(READY)
 .PHONY: docs
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "site/index.html is the first page; its search works only from a server:"
-	@echo "$(BIN)/python -m http.server -d site 8000, then http://localhost:8000"
+	@echo "site/index.html is the first page"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.spatial
