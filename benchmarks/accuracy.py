@@ -242,12 +242,12 @@ def table(result: dict[str, Any]) -> list[str]:
             ]
         )
     seeds = (f"seed {seed}" for seed in range(options["seeds"]))
-    titles = ["", *seeds, "mean", "MB a rank", "steps", "s a run", "CPU s"]
+    titles = ["", *seeds, "mean", "MB per rank", "steps", "s per run", "CPU s"]
     about = f"accuracy on {options['validation']} validation slides after {options['epochs']} "
     lines = [*markdown(titles, rows), "", about + f"epochs of {options['slides']}; chance: 50%"]
     if result["memory_mb"]:
         many = (f"{mb:.0f} on {ranks}" for ranks, mb in result["memory_mb"].items())
-        lines.append(f"MB a rank of whole images, {BATCH} a step: {', '.join(many)}")
+        lines.append(f"MB per rank of whole images, {BATCH} a step: {', '.join(many)}")
     return lines
 
 
@@ -262,7 +262,7 @@ def _panels(result: dict[str, Any]) -> list[Bars | Lines]:
     panels: list[Bars | Lines] = [Lines(title, "epoch", "correct, %", curves, mark=50)]
     if result["memory_mb"]:
         memory = {name: [mb] for name, mb in result["memory_mb"].items()}
-        panels.append(Bars("whole images, MB a rank", memory))
+        panels.append(Bars("whole images, MB per rank", memory))
     return panels
 
 

@@ -101,7 +101,7 @@ def table_of_halo(result: dict[str, Any]) -> list[str]:
         cells.append([name, f"{middle:.1f}", f"{low:.1f} to {high:.1f}", ratio])
     took = f"; we took: {found['way']}" if found["way"] else ""
     return [
-        f"{rows}x{cols} ranks, float32, {found['bytes'] / 1024:.3g} KB a rank{took}",
+        f"{rows}x{cols} ranks, float32, {found['bytes'] / 1024:.3g} KB per rank{took}",
         "",
         *markdown(["", "median, us", "quartiles, us", "ratio"], cells),
         "",

@@ -307,10 +307,10 @@ def table(result: dict[str, Any]) -> list[str]:
         ]
         for name, one in sides.items()
     ]
-    titles = ["", "ranks", "img/sec per rank", "total img/sec", "times the first", "MB a rank"]
+    titles = ["", "ranks", "img/sec per rank", "total img/sec", "times the first", "MB per rank"]
     count = len(next(iter(sides.values()))["rounds"])
     about = f"+-: {SPREAD} standard deviations of {count} rounds of {steps} steps"
-    lines = [*markdown(titles, rows), "", f"{about}; MB a rank: peak of the largest"]
+    lines = [*markdown(titles, rows), "", f"{about}; MB per rank: peak of the largest"]
     staged = {name: one for name, one in sides.items() if "ideal" in one}
     if staged:
         rows = [
@@ -336,7 +336,7 @@ def _table_of_predictions(sides: dict[str, Any]) -> list[str]:
             form = ".0f" if measured else ".3g"
             cells += [f"{said[key]:{form}}", f"{real:{form}}", f"{off:+.0%}"]
         rows.append(cells)
-    titles = ["", "MB, predicted", "measured", "off", "s a step, predicted", "fastest", "off"]
+    titles = ["", "MB, predicted", "measured", "off", "s per step, predicted", "fastest", "off"]
     best = min(sides, key=lambda name: sides[name]["predicted"]["seconds"])
     counts = (f"{k} within {WITHIN[k]:.0%}: {n} of {len(rows)}" for k, n in close.items())
     return [*markdown(titles, rows), "", "; ".join(counts), f"the planner's fastest: {best}"]
@@ -351,7 +351,7 @@ def _panels(sides: dict[str, Any]) -> list[Bars]:
     panels = [
         Bars("images per second, all rounds", {k: one["rounds"] for k, one in sides.items()}, texts)
     ]
-    for key, title in (("memory_mb", "peak memory of a rank, MB"), ("fastest_s", "s a step")):
+    for key, title in (("memory_mb", "peak memory of a rank, MB"), ("fastest_s", "s per step")):
         values, words = {}, {}
         for name, one in sides.items():
             values[name] = [one[key]]

@@ -186,8 +186,8 @@ def table(result: dict[str, Any]) -> list[str]:
         image = f"{row['largest']}x{row['largest']}"
         title = _name(row["ranks"], row["recompute"])
         cells.append([title, image, f"{pixels:.2f}", *_peak(row["memory_mb_at_size"], one)])
-    peak = f"peak at {options['size']}, MB a rank"
-    about = f"{options['model']}, batch {options['batch']}, {options['limit']:.0f} MB a rank"
+    peak = f"peak at {options['size']}, MB per rank"
+    about = f"{options['model']}, batch {options['batch']}, {options['limit']:.0f} MB per rank"
     titles = ["", "largest image", "times the pixels", peak, "of one process"]
     return [about, "", *markdown(titles, cells)]
 
@@ -201,7 +201,7 @@ def _peak(memory: float | None, one: float | None) -> tuple[str, str]:
 def _panels(result: dict[str, Any]) -> list[Bars]:
     options = result["options"]
     titles = {
-        "largest": f"side of the largest image within {options['limit']:.0f} MB a rank",
+        "largest": f"side of the largest image within {options['limit']:.0f} MB per rank",
         "memory_mb_at_size": f"peak of a rank at {options['size']}x{options['size']}, MB",
     }
     names = {_name(row["ranks"], row["recompute"]): row for row in result["rows"]}
@@ -231,7 +231,7 @@ def _measure_bags(options: argparse.Namespace, result: dict[str, Any]) -> None:
         ]
         for mode, ranks in product(MODES[::-1], options.ranks)
     }
-    panel = Lines("memory of a training step", "tiles of the slide", "MB of a rank", curves)
+    panel = Lines("memory of a training step", "tiles of the slide", "MB per rank", curves)
     publish(result, table_of_bags(result), [panel], Path(options.out) / "memory-bags")
 
 

@@ -287,13 +287,13 @@ def table(result: dict[str, Any]) -> list[str]:
                 ]
                 for one, (_, share) in zip(points, efficiencies(points), strict=True)
             ]
-            titles = ["GPUs", "images", "s a step", "images/s", "efficiency", "GB", "layout"]
+            titles = ["GPUs", "images", "s per step", "images/s", "efficiency", "GB", "layout"]
             lines += ["", f"{case['title']}, {kind} scaling", "", *markdown(titles, rows)]
     if "hybrid" in result:
         seconds = result["hybrid"]
         rows = [[k, f"{s:.4f}", f"{seconds['layers'] / s:.2f}"] for k, s in seconds.items()]
         about = f"ResNet-50, {IMAGES} images of {SIDE}x{SIDE} on 4 GPUs"
-        lines += ["", GEMS, "", about, "", *markdown(["", "s a step", "times layers"], rows)]
+        lines += ["", GEMS, "", about, "", *markdown(["", "s per step", "times layers"], rows)]
         lines += ["", HY_FI]
     for case in result.get("channels", ()):
         rows = []
@@ -302,7 +302,7 @@ def table(result: dict[str, Any]) -> list[str]:
             times = [f"{curves[n]['seconds']:.4g}" if n in curves else "-" for n in CURVES]
             best = curves.get("all three", {"layout": "none fits"})["layout"]
             rows.append([str(point["ranks"]), *times, gain(curves), best])
-        about = f"{case['title']}, {case['batch']} images, seconds a step"
+        about = f"{case['title']}, {case['batch']} images, seconds per step"
         lines += ["", about, "", *markdown(["GPUs", *CURVES, "gain", "layout of all three"], rows)]
     if "channels" in result:
         lines += ["", "gain: speed-up of a step from also dividing channels", DRYDEN]
