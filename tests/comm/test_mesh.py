@@ -76,18 +76,6 @@ def test_a_grid_is_one_to_three_numbers(grid):
         init_mesh(grid)
 
 
-@pytest.mark.parametrize(
-    ("grid", "size", "box"),
-    [
-        ((1,), (7,), (0, 7)),
-        ((1, 1), (7, 9), (0, 7, 0, 9)),
-        ((1, 1, 1), (2, 3, 4), (0, 2, 0, 3, 0, 4)),
-    ],
-)
-def test_a_box_has_two_numbers_for_each_spatial_dim(grid, size, box):
-    assert init_mesh(grid).box(size) == box
-
-
 def test_a_box_takes_a_size_for_each_spatial_dim():
     with pytest.raises(ValueError, match=r"mesh\.box needs a size for each spatial dim: the grid"):
         init_mesh((1, 1)).box((2, 3, 4))
@@ -117,14 +105,6 @@ def test_buckets_hold_one_type_and_are_full_in_order():
     portions = [[numbers[id(tensor)] for tensor in part] for part in buckets(tensors, 16)]
     assert portions == [[1, 2], [4], [0, 5], [6, 7], [8, 9], [3]], "the fifth is large, and alone"
     assert buckets([], 16) == []
-
-
-def test_a_rank_with_several_copies_averages_them():
-    layer = nn.Linear(2, 1)
-    layer.weight.grad = torch.full((1, 2), 6.0)
-    Reducer([Replicated(layer, ("data",), SingleProcess(), 2)]).reduce()
-    assert torch.equal(layer.weight.grad, torch.full((1, 2), 3.0))
-    assert layer.bias.grad is None
 
 
 def test_the_last_parameters_are_sent_first_and_one_copy_sends_nothing(monkeypatch):

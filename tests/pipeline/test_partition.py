@@ -177,10 +177,6 @@ def steps(*takes: tuple[int, ...]) -> Recording:
     return Recording(tuple(made), last, frozenset(), frozenset(), "")
 
 
-def chain(length: int) -> Recording:
-    return steps(*((n - 1,) for n in range(length)))
-
-
 def cost_of(costs: StepCosts, recording: Recording, start: int, stop: int) -> float:
     """Word for word: what the steps cost, what they take, what they give."""
     inside = range(start, stop)

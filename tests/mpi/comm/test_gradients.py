@@ -27,14 +27,6 @@ def model_of(*parameters: nn.Parameter) -> nn.Module:
     return model
 
 
-def test_gradients_are_averaged(world: MPI.Intracomm) -> None:
-    weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
-    weight.grad = torch.arange(12.0, dtype=torch.float64).view(3, 4) * (world.rank + 1)
-    average_gradients(model_of(weight), init_mesh((world.size, 1)))
-    mean = (world.size + 1) / 2
-    torch.testing.assert_close(weight.grad, torch.arange(12.0).double().view(3, 4) * mean)
-
-
 def test_none_everywhere_stays_none_and_none_somewhere_is_zero(world: MPI.Intracomm) -> None:
     unused, some, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
     if world.rank == 0:
