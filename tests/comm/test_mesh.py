@@ -20,9 +20,8 @@ from spatialdl.comm.device_path import (
 )
 from spatialdl.comm.gradients import Reducer, Replicated, buckets
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.comm.mesh import dry_mesh, init_mesh, stage_mesh
+from spatialdl.comm.mesh import init_mesh
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.layout.placement import Placement, Position
 from tests.comm.programs import run
 
 
@@ -57,19 +56,6 @@ def test_without_an_mpi_a_program_says_how_to_get_one():
     assert "During handling" not in done.stderr
 
 
-def test_a_stage_has_the_grid_and_the_ranks_of_the_placement():
-    class Ranks:
-        """Remembers which subsets were asked for."""
-
-        def subset(self, ranks):
-            return list(ranks)
-
-    placement = Placement(2, ((2, 2), (1, 2)), mirrored=True)
-    mesh = stage_mesh(placement, Position(1, 1, 0, copy=1), Ranks())
-    assert (mesh.grid, mesh.data, mesh.part, mesh.replica) == ((1, 2), 2, 0, 1)
-    assert (mesh.comm, mesh.grid_comm) == ([1, 0, 7, 6], [7, 6])
-
-
 @pytest.mark.parametrize("grid", [2, (), (1, 1, 1, 1), "2x1"])
 def test_a_grid_is_one_to_three_numbers(grid):
     with pytest.raises(ValueError, match=r"a grid has one to three numbers, .*, got"):
@@ -81,18 +67,6 @@ def test_a_box_takes_a_size_for_each_spatial_dim():
         init_mesh((1, 1)).box((2, 3, 4))
     with pytest.raises(ValueError, match=r"the grid is \(1,\), got 7"):
         init_mesh((1,)).box(7)  # type: ignore[arg-type]
-
-
-def test_a_module_is_replicated_on_the_grid_and_where_it_is_whole_on_replicas():
-    mesh = init_mesh()
-    layer = nn.Linear(1, 1)
-    whole, shards = mesh.replicated(layer), mesh.replicated(layer, sharded=True)
-    assert (whole.module, whole.comm, shards.comm) == (layer, mesh.comm, mesh.grid_comm)
-    assert ("data" in whole.axes, "data" in shards.axes, whole.lane) == (True, False, None)
-    assert [dry_mesh((2, 3)).replicated(layer, sharded).copies for sharded in (False, True)] == [
-        6,
-        6,
-    ]
 
 
 MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]

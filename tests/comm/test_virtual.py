@@ -19,9 +19,7 @@ from spatialdl.comm import turns as turns_module
 from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.comm.repartition import move
-from spatialdl.comm.replay import ReplayTape
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import Virtual, virtual_ranks
@@ -77,29 +75,6 @@ def test_what_was_sent_may_be_written_to_after_the_wait():
         return window.tolist()
 
     assert on(2, work) == [[[0, 0, 1, 1]]] * 2
-
-
-def test_what_is_computed_again_sends_nothing(monkeypatch):
-    owned = tuple(Box(((0, 1), bounds)) for bounds in ((0, 2), (2, 4)))
-    started, start = [], Virtual.start_exchange
-    monkeypatch.setattr(
-        Virtual, "start_exchange", lambda *both: started.append(both) or start(*both)
-    )
-
-    def work(comm: Virtual) -> None:
-        tape, plan = ReplayTape(), Plan(owned, owned[::-1], comm.rank)
-
-        def step() -> tuple[Any, Any]:
-            tile = torch.full((1, 2), float(comm.rank))
-            return move(comm, plan, tile).tolist(), sum_over_ranks(comm, tile).tolist()
-
-        with tape.record():
-            first = step()
-        with tape.replay():
-            assert step() == first == ([[1.0 - comm.rank] * 2], [[1.0, 1.0]])
-
-    on(2, work)
-    assert len(started) == 2
 
 
 def test_hand_overs_are_refused():

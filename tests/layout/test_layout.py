@@ -254,14 +254,10 @@ def test_parts_of_a_finer_layout_make_up_those_of_the_coarser(dims, samples):
         own = finer_parts(grid, factors, part)
         assert list(own) == sorted(own)
         seen += own
-        pixels = [place for one in own for place in _places(fine.boxes[one])]
-        assert len(pixels) == len(set(pixels))
-        assert set(pixels) == set(_places(box))
+        places = [place for one in own for place in pixels(fine.boxes[one])]
+        assert len(places) == len(set(places))
+        assert set(places) == pixels(box)
     assert sorted(seen) == list(range(prod(tiles)))
-
-
-def _places(box: Box) -> list[tuple[int, ...]]:
-    return list(product(*(range(*interval) for interval in box.spatial)))
 
 
 def test_what_was_rebalanced_is_as_coarse_as_it_is_fine():

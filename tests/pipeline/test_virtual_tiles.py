@@ -275,17 +275,3 @@ def test_a_full_disk_ends_the_step_and_names_the_folder(tmp_path, monkeypatch):
     ):
         step(pipeline, image(2, 3, 64, 64))
     assert len(writes) == 12
-
-
-def test_an_image_that_cannot_be_read_ends_the_step():
-    pipeline = pipeline_of(nn.Sequential(nn.Conv2d(3, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
-
-    def read(part: Any) -> Tensor:
-        if part[-1].start:
-            raise OSError("the file has gone")
-        return torch.zeros(2, 3, 12, 12)[part]
-
-    one = Microbatch(2, 1.0, None, torch.tensor([0, 2]))
-    one.images = TileRegion((2, 3, 12, 12), torch.float32, (12, 12), read)
-    with pytest.raises(OSError, match="the file has gone"):
-        pipeline.train_step([one], 0)

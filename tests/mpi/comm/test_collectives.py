@@ -441,12 +441,6 @@ def broadcast_late(target: Tensor, at_once: bool) -> Callable[[], object]:
     return work.wait if work is not None else lambda: None
 
 
-def scatter_late(target: Tensor, at_once: bool) -> Callable[[], object]:
-    given = [torch.full_like(target, 7.0)] * size() if rank() == 0 else None
-    work = dist.scatter(target, given, 0, async_op=not at_once)
-    return work.wait if work is not None else lambda: None
-
-
 def receive_late(target: Tensor, at_once: bool) -> Callable[[], object]:
     """Waited for in another stream than the one that is current when it is posted."""
     if rank() == 0:
@@ -467,7 +461,7 @@ def receive_late(target: Tensor, at_once: bool) -> Callable[[], object]:
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="there is no device")
 @pytest.mark.parametrize("at_once", [False, True], ids=["in the thread", "at once"])
-@pytest.mark.parametrize("fill", [broadcast_late, scatter_late, receive_late])
+@pytest.mark.parametrize("fill", [broadcast_late, receive_late])
 def test_what_lands_does_not_overtake_what_the_stream_does_before(fill, at_once):
     """Copies back run in the thread's stream, behind what the program has queued in its own."""
     with torch.Stream(DEVICE):

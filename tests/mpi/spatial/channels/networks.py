@@ -33,22 +33,6 @@ class Mobile(nn.Module):
         return self.out(torch.cat([y, x], 1)).mean((2, 3))
 
 
-class Grouped(nn.Module):
-    """Group norms whose groups lie on several ranks, and of vectors; scales of whole layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(size, 12, 3, padding=1) for size in (3, 12, 12))
-        self.norms = nn.ModuleList(nn.GroupNorm(groups, 12) for groups in (1, 3, 6))
-        self.scale = nn.Parameter(torch.full((12,), 0.5))
-        self.head, self.last = nn.Linear(12, 10), nn.GroupNorm(2, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = F.relu(norm(conv(x))) * self.scale.view(1, -1, 1, 1)
-        return self.last(self.head(x.mean((2, 3))))
-
-
 # --- transformers with positions, tokens and tables of their own
 
 
@@ -224,5 +208,4 @@ NETWORKS: dict[str, Network] = {
     "tokens, spelled out": (lambda: Tokens(fused=False), (3, 40, 32)),
     "swin": (Swin, (3, 36, 28)),
     "mobile": (Mobile, (3, 20, 18)),
-    "grouped": (Grouped, (3, 21, 18)),
 }
