@@ -69,6 +69,13 @@ def test_a_box_takes_a_size_for_each_spatial_dim():
         init_mesh((1,)).box(7)  # type: ignore[arg-type]
 
 
+def test_a_module_is_replicated_on_the_grid_and_where_it_is_whole_on_replicas():
+    mesh, layer = init_mesh(), nn.Linear(1, 1)
+    whole, shards = mesh.replicated(layer), mesh.replicated(layer, sharded=True)
+    assert (whole.module, whole.comm, shards.comm) == (layer, mesh.comm, mesh.grid_comm)
+    assert ("data" in whole.axes, "data" in shards.axes, whole.lane) == (True, False, None)
+
+
 MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
 
 

@@ -16,7 +16,6 @@ from spatialdl.layout.layout import (
     Layout,
     Window,
     even_bounds,
-    finer_grid,
     finer_parts,
     nearly_cubic,
     scaled_bounds,
@@ -224,13 +223,6 @@ def test_boxes_of_other_dims_are_not_compared():
         finer_parts((2, 1), (3, 4, 1), 0)
     with pytest.raises(ValueError, match="zip"):
         Layout.even(1, (4, 5), (2, 1)).scaled((2, 2, 2), (8, 10))
-
-
-def test_a_finer_grid_needs_a_factor_for_each_dim():
-    assert finer_grid((2, 1), (3, 4)) == (6, 4)
-    assert finer_grid((2, 1), ()) == (2, 1)
-    with pytest.raises(ValueError, match="zip"):
-        finer_grid((2, 1), (3,))
 
 
 def test_another_number_of_pixels_along_one_dim_is_cut_evenly():
