@@ -8,7 +8,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cluster.slurm import ONE, SRUN, TRAIN, quoted, run
 from tests.training.checkpoints.runs import losses
@@ -131,58 +130,6 @@ def test_worlds_of_one_end_with_advice_before_there_is_a_run_directory(mpi, tmp_
     assert done.returncode != 0
     assert ADVICE in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-PROGRAM = """
-import json, socket
-import torch
-from mpi4py import MPI
-from spatialdl.comm.launch import launched
-from spatialdl.comm.processes import Nodes
-from spatialdl.comm.world import as_communicator, torch_world
-
-for world in (as_communicator(MPI.COMM_WORLD), torch_world(launched())):
-    nodes = Nodes(world)
-    draw = torch.Generator().manual_seed(world.rank)
-    values = torch.randn(1001, dtype=torch.float64, generator=draw)
-    found = {
-        "host": socket.gethostname(),
-        "nodes": nodes.of,
-        "own": nodes.own.allgather(world.rank),
-        "of node": nodes.own.all_reduce(torch.tensor([world.rank])).tolist(),
-        "sum": world.all_reduce(values).tolist(),
-        "whole": world.all_reduce(torch.arange(1001) * (world.rank + 1)).tolist(),
-    }
-    told = world.gather(found)
-    if told is not None:
-        print(json.dumps(told), flush=True)
-"""
-RANKS = 3
-
-
-@pytest.mark.parametrize(
-    ("dealt", "nodes"),
-    [
-        pytest.param("cyclic", [0, 1, 0]),
-        pytest.param("block", [0, 0, 1], marks=pytest.mark.slow),
-    ],
-)
-def test_a_node_has_a_communicator_of_its_ranks(dealt, nodes, tmp_path):
-    where = ["-w", "node[1-2]", "-m", dealt, f"-n{RANKS}"]
-    done = run([*SRUN, *where, sys.executable, "-c", PROGRAM], tmp_path)
-    assert done.returncode == 0, done.stderr
-    draws = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
-    total = sum(torch.randn(1001, dtype=torch.float64, generator=draw) for draw in draws)
-    for line in done.stdout.splitlines():
-        told = json.loads(line)
-        assert [one["host"] for one in told] == [f"node{1 + node}" for node in nodes]
-        for node, one in zip(nodes, told, strict=True):
-            own = [rank for rank in range(RANKS) if nodes[rank] == node]
-            assert (one["nodes"], one["own"], one["of node"]) == (nodes, own, [sum(own)])
-            assert one["whole"] == [6 * number for number in range(1001)]
-            assert one["sum"] == told[0]["sum"]
-            found = torch.tensor(one["sum"], dtype=torch.float64)
-            torch.testing.assert_close(found, total, rtol=0, atol=1e-14)
 
 
 SP = [*ONE, "parallel=sp", "parallel.grid=[2,2]", "hydra.run.dir=run"]

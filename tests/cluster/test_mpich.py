@@ -52,15 +52,6 @@ def test_ranks_of_mpich_on_three_nodes_equal_one_process(mpich, losses_alone, tm
     assert losses(tmp_path / "run") == pytest.approx(alone, abs=1e-10)
 
 
-def test_ranks_that_srun_does_not_introduce_to_each_other_end_with_advice(mpich, tmp_path):
-    words = ["srun", "--mpi=none", "-N2", "-n2", mpich, *TRAIN[1:], *ONE, "parallel=dp"]
-    done = run(words, tmp_path)
-    assert done.returncode != 0
-    assert "srun started 2 ranks, but MPI_COMM_WORLD has size 1" in done.stderr
-    assert "`srun --mpi=pmi2` for MPICH" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_rank_that_stops_is_named_and_the_job_ends(mpich, assert_gone, tmp_path):
     srun = ["srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "-w", ",".join(NODES), "-n3"]
     done = run([*srun, mpich, *TRAIN[1:], *HANGING, *with_failing("stops")], tmp_path)

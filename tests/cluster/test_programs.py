@@ -15,6 +15,7 @@ import torch
 from spatialdl.data import ShardDataset, ShardWriter
 from tests.cluster import lightning_program
 from tests.cluster.slurm import ROOT, SRUN, Job, run
+from tests.soak.outcome import files
 from tests.training.checkpoints.runs import losses, table
 
 pytestmark = pytest.mark.slow
@@ -27,18 +28,13 @@ def test_a_lightning_program_trains_and_saves_as_one_process(tmp_path):
     for rank in (0, 1):
         assert said.count(f"rank {rank} of 2 is rank 0 of node {rank}") == 1, said
     lightning_program.trained("auto", tmp_path / "one")
-    ours, plain = (files_of(tmp_path / name) for name in ("run", "one"))
-    assert ours.keys() == plain.keys()
-    (saved,) = [name for name in plain if name.endswith(".ckpt")]
-    assert_close(numbers(ours["metrics.csv"]), numbers(plain["metrics.csv"]))
-    weights, expected = (torch.load(files[saved])["state_dict"] for files in (ours, plain))
-    assert_close(weights, expected)
-
-
-def files_of(folder: Path) -> dict[str, Path]:
-    """All files in a folder, by their paths within it."""
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return dict(sorted(found.items()))
+    ours, plain = tmp_path / "run", tmp_path / "one"
+    assert files(ours) == files(plain)
+    assert_close(numbers(ours / "metrics.csv"), numbers(plain / "metrics.csv"))
+    saved = [
+        torch.load(path)["state_dict"] for one in (ours, plain) for path in one.rglob("*.ckpt")
+    ]
+    assert_close(*saved)
 
 
 def numbers(file: Path) -> dict[str, list[float]]:

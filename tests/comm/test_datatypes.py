@@ -71,12 +71,6 @@ def test_what_was_packed_arrives_in_another_view_of_that_shape(view):
     assert torch.equal(target, view)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])
-def test_what_can_be_added_has_a_type_of_its_size(dtype):
-    value = torch.zeros(1, dtype=dtype)
-    assert reduction_type(value).Get_size() == value.element_size()
-
-
 def test_half_precision_cannot_be_added():
     with pytest.raises(TypeError, match=r"cannot sum torch.bfloat16.*float32"):
         reduction_type(torch.zeros(1, dtype=torch.bfloat16))

@@ -96,7 +96,7 @@ def place(tmp_path, monkeypatch):
         if name.startswith(("SLURM_", "OMPI_", "PMI", "OMP_", "SPATIALDL_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return tmp_path
 
 
@@ -228,7 +228,6 @@ def test_no_mpiexec_is_told_with_what_to_install(place, monkeypatch):
 def test_srun_is_taken_inside_an_allocation(place, monkeypatch):
     stand_in(place, "srun")
     stand_in(place, "mpiexec", code=9)
-    monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
     for name, value in SLURM_JOB.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
@@ -260,7 +259,6 @@ def test_srun_is_told_the_protocol_where_the_site_has_none(
     stand_in(place, "srun", offers, ask="--mpi=list")
     stand_in(place, "scontrol", f"MpiDefault   = {default}", ask="show")
     stand_in(place, "python", "Open MPI v5.0.11", ask="-c")
-    monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
     for name, value in {"SLURM_JOB_ID": "7", **environment}.items():
         monkeypatch.setenv(name, value)
     assert start_ranks(3, "job", []) == 0

@@ -20,9 +20,8 @@ from spatialdl.comm.device_path import (
 )
 from spatialdl.comm.gradients import Reducer, Replicated, buckets
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.comm.mesh import dry_mesh, init_mesh, stage_mesh
+from spatialdl.comm.mesh import init_mesh
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.layout.placement import Placement, Position
 from tests.comm.programs import run
 
 
@@ -57,35 +56,10 @@ def test_without_an_mpi_a_program_says_how_to_get_one():
     assert "During handling" not in done.stderr
 
 
-def test_a_stage_has_the_grid_and_the_ranks_of_the_placement():
-    class Ranks:
-        """Remembers which subsets were asked for."""
-
-        def subset(self, ranks):
-            return list(ranks)
-
-    placement = Placement(2, ((2, 2), (1, 2)), mirrored=True)
-    mesh = stage_mesh(placement, Position(1, 1, 0, copy=1), Ranks())
-    assert (mesh.grid, mesh.data, mesh.part, mesh.replica) == ((1, 2), 2, 0, 1)
-    assert (mesh.comm, mesh.grid_comm) == ([1, 0, 7, 6], [7, 6])
-
-
 @pytest.mark.parametrize("grid", [2, (), (1, 1, 1, 1), "2x1"])
 def test_a_grid_is_one_to_three_numbers(grid):
     with pytest.raises(ValueError, match=r"a grid has one to three numbers, .*, got"):
         init_mesh(grid)
-
-
-@pytest.mark.parametrize(
-    ("grid", "size", "box"),
-    [
-        ((1,), (7,), (0, 7)),
-        ((1, 1), (7, 9), (0, 7, 0, 9)),
-        ((1, 1, 1), (2, 3, 4), (0, 2, 0, 3, 0, 4)),
-    ],
-)
-def test_a_box_has_two_numbers_for_each_spatial_dim(grid, size, box):
-    assert init_mesh(grid).box(size) == box
 
 
 def test_a_box_takes_a_size_for_each_spatial_dim():
@@ -96,15 +70,10 @@ def test_a_box_takes_a_size_for_each_spatial_dim():
 
 
 def test_a_module_is_replicated_on_the_grid_and_where_it_is_whole_on_replicas():
-    mesh = init_mesh()
-    layer = nn.Linear(1, 1)
+    mesh, layer = init_mesh(), nn.Linear(1, 1)
     whole, shards = mesh.replicated(layer), mesh.replicated(layer, sharded=True)
     assert (whole.module, whole.comm, shards.comm) == (layer, mesh.comm, mesh.grid_comm)
     assert ("data" in whole.axes, "data" in shards.axes, whole.lane) == (True, False, None)
-    assert [dry_mesh((2, 3)).replicated(layer, sharded).copies for sharded in (False, True)] == [
-        6,
-        6,
-    ]
 
 
 MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
@@ -117,14 +86,6 @@ def test_buckets_hold_one_type_and_are_full_in_order():
     portions = [[numbers[id(tensor)] for tensor in part] for part in buckets(tensors, 16)]
     assert portions == [[1, 2], [4], [0, 5], [6, 7], [8, 9], [3]], "the fifth is large, and alone"
     assert buckets([], 16) == []
-
-
-def test_a_rank_with_several_copies_averages_them():
-    layer = nn.Linear(2, 1)
-    layer.weight.grad = torch.full((1, 2), 6.0)
-    Reducer([Replicated(layer, ("data",), SingleProcess(), 2)]).reduce()
-    assert torch.equal(layer.weight.grad, torch.full((1, 2), 3.0))
-    assert layer.bias.grad is None
 
 
 def test_the_last_parameters_are_sent_first_and_one_copy_sends_nothing(monkeypatch):

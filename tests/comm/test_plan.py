@@ -79,25 +79,6 @@ def test_where_boxes_owned_leave_a_hole_all_that_is_needed_counts_as_nobodys():
     assert Plan(owned, needed, 0).unowned == (needed[0],)
 
 
-def test_a_halo_spans_several_neighbours():
-    owned = Layout((0, 1), ((0, 2, 3, 4, 8), (0, 5))).boxes
-    needed = (*(empty_box(2),) * 3, Box(((0, 1), (1, 8), (0, 5))))
-    plan = Plan(owned, needed, 3)
-    assert [(piece.peer, *piece.box[1]) for piece in plan.receives] == [
-        (0, 1, 2),
-        (1, 2, 3),
-        (2, 3, 4),
-    ]
-
-
-def test_messages_are_one_piece_for_each_peer_whatever_is_in_them():
-    plan = MessageSizes({3: 5, 1: 2}, {0: 7})
-    assert plan.sends == (Piece(3, Box(((0, 1), (0, 5)))), Piece(1, Box(((0, 1), (0, 2)))))
-    assert plan.receives == (Piece(0, Box(((0, 1), (0, 7)))),)
-    assert MessageSizes.box(7).shape == (1, 7)
-    assert plan.describe() == "messages to 2 ranks and from 1"
-
-
 def test_messages_are_waited_for_by_ranks_that_have_none():
     """All ranks take part in the exchange, so that it has one number on all of them."""
     nothing = MessageSizes({}, {})

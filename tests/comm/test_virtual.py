@@ -19,13 +19,10 @@ from spatialdl.comm import turns as turns_module
 from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.reduce import sum_over_ranks
-from spatialdl.comm.repartition import move, move_back
-from spatialdl.comm.replay import ReplayTape
+from spatialdl.comm.repartition import move
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import Virtual, virtual_ranks
-from spatialdl.errors import CommMismatch
 from spatialdl.layout.layout import Box
 
 
@@ -65,31 +62,6 @@ def test_sums_and_stacks_of_tensors():
         assert values == [3, 3]
 
 
-def test_a_move_and_its_adjoint():
-    """<R x, y> == <x, R* y> of tiles with halos, some of them empty."""
-    owned = tuple(Box(((0, 1), bounds)) for bounds in ((0, 4), (4, 4), (4, 9)))
-    needed = tuple(Box(((0, 1), bounds)) for bounds in ((-1, 6), (3, 5), (2, 10)))
-    draw = torch.Generator().manual_seed(0)
-    whole = torch.randn(1, 9, generator=draw, dtype=torch.float64)
-    windows = [
-        torch.randn(1, *box.shape[1:], generator=draw, dtype=torch.float64) for box in needed
-    ]
-
-    def work(comm: Virtual) -> tuple[float, float]:
-        plan = Plan(owned, needed, comm.rank)
-        tile = whole[:, slice(*plan.own[1])].clone()
-        window = move(comm, plan, tile)
-        back = move_back(comm, plan, windows[comm.rank])
-        start, stop = plan.need[1]
-        inside = [whole[0, i] if 0 <= i < 9 else torch.tensor(0.0) for i in range(start, stop)]
-        assert window[0].tolist() == [float(value) for value in inside]
-        return float((window * windows[comm.rank]).sum()), float((tile * back).sum())
-
-    found = on(3, work)
-    there, back = (sum(values) for values in zip(*found, strict=True))
-    assert there == pytest.approx(back, rel=1e-12)
-
-
 def test_what_was_sent_may_be_written_to_after_the_wait():
     owned = tuple(Box(((0, 1), bounds)) for bounds in ((0, 2), (2, 4)))
     needed = tuple(Box(((0, 1), (0, 4))) for _ in range(2))
@@ -103,29 +75,6 @@ def test_what_was_sent_may_be_written_to_after_the_wait():
         return window.tolist()
 
     assert on(2, work) == [[[0, 0, 1, 1]]] * 2
-
-
-def test_what_is_computed_again_sends_nothing(monkeypatch):
-    owned = tuple(Box(((0, 1), bounds)) for bounds in ((0, 2), (2, 4)))
-    started, start = [], Virtual.start_exchange
-    monkeypatch.setattr(
-        Virtual, "start_exchange", lambda *both: started.append(both) or start(*both)
-    )
-
-    def work(comm: Virtual) -> None:
-        tape, plan = ReplayTape(), Plan(owned, owned[::-1], comm.rank)
-
-        def step() -> tuple[Any, Any]:
-            tile = torch.full((1, 2), float(comm.rank))
-            return move(comm, plan, tile).tolist(), sum_over_ranks(comm, tile).tolist()
-
-        with tape.record():
-            first = step()
-        with tape.replay():
-            assert step() == first == ([[1.0 - comm.rank] * 2], [[1.0, 1.0]])
-
-    on(2, work)
-    assert len(started) == 2
 
 
 def test_hand_overs_are_refused():
@@ -221,13 +170,6 @@ def test_what_a_job_refers_to_is_freed_when_its_thread_is_kept(monkeypatch):
     thread.join()
     assert reference() is None
     thread.leave()
-
-
-def test_those_that_wait_for_nobody_are_told():
-    turns: Turns[None] = Turns(3)
-    wait = lambda: turns.wait(lambda: False)  # noqa: E731
-    with pytest.raises(CommMismatch, match=r"2 of 3 virtual ranks wait .* 1 have ended"):
-        turns.run([wait, lambda: None, wait])
 
 
 def test_each_draws_the_numbers_that_the_caller_would_draw():

@@ -29,18 +29,15 @@ def test_notes_within_each_other_are_told_from_the_widest_to_the_closest():
     assert seen() is None
 
 
+def number() -> int:
+    return wait_of(get_ident()).number
+
+
 def test_each_wait_has_a_number_of_its_own():
-    numbers = [noted("same", (), lambda: wait_of(get_ident()).number) for _ in range(3)]
-    assert len(set(numbers)) == 3
-
-    def around() -> list[int]:
-        return [
-            wait_of(get_ident()).number,
-            noted("inner", (), lambda: wait_of(get_ident()).number),
-            wait_of(get_ident()).number,
-        ]
-
-    before, inner, after = noted("outer", (), around)
+    assert len({noted("same", (), number) for _ in range(3)}) == 3
+    before, inner, after = noted(
+        "outer", (), lambda: (number(), noted("inner", (), number), number())
+    )
     assert before == after != inner
 
 

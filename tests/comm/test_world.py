@@ -98,19 +98,6 @@ def test_a_program_that_has_not_initialised_torch_distributed_is_told_so(monkeyp
         spatialdl.init_mesh((2, 1))
 
 
-@pytest.mark.slow
-def test_an_error_on_a_rank_of_torchrun_ends_all(no_mpi, tmp_path):
-    words = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "data.image_size=[1,37]"]
-    done = run(*TORCHRUN, *words, cwd=tmp_path, **no_mpi)
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if "1x37" in line]
-    assert said, done.stderr
-    told = [line for line in said if not line.startswith(" ")]  # the agent tells it again, indented
-    assert {line[:6] for line in told} <= {"rank 0", "rank 1"}  # one may be ended before it speaks
-    assert len(told) <= 2
-    assert "mpiexec" not in done.stderr
-
-
 def test_a_process_that_nobody_launched_is_alone(monkeypatch):
     monkeypatch.setattr(world, "launched", lambda: None)
     monkeypatch.setattr(world._Chosen, "world", None)

@@ -15,15 +15,11 @@ from spatialdl.layout.layout import (
     Box,
     Layout,
     Window,
-    empty_box,
     even_bounds,
-    finer_grid,
     finer_parts,
     nearly_cubic,
-    needed_boxes,
     scaled_bounds,
     strided_bounds,
-    transposed_boxes,
 )
 
 sizes = st.integers(1, 60)
@@ -69,12 +65,6 @@ def layouts(draw):
         ]
         layout = layout.strided(stride, smaller)
     return layout
-
-
-@st.composite
-def layouts_and_windows(draw):
-    layout = draw(layouts())
-    return layout, tuple(draw(windows()) for _ in layout.cuts)
 
 
 @given(sizes, parts)
@@ -128,26 +118,6 @@ def test_describe_names_grid_and_size():
     assert Layout.even(4, (9, 70, 93), (1, 2, 1)).describe() == "1x2x1 over 9x70x93"
 
 
-@given(sizes, windows(), st.booleans())
-def test_output_size_is_pytorchs(size, window, ceil_mode):
-    assume(size + 2 * window.padding >= window.reach)
-    pooled = F.max_pool1d(
-        torch.zeros(1, 1, size),
-        window.kernel,
-        window.stride,
-        window.padding,
-        window.dilation,
-        ceil_mode,
-    )
-    assert window.output_size(size, ceil_mode) == pooled.shape[-1]
-    if not ceil_mode:
-        weight = torch.zeros(1, 1, window.kernel)
-        convolved = F.conv1d(
-            torch.zeros(1, 1, size), weight, None, window.stride, window.padding, window.dilation
-        )
-        assert window.output_size(size) == convolved.shape[-1]
-
-
 @given(sizes, windows(), st.data())
 def test_needs_are_the_pixels_on_which_the_outputs_depend(size, window, data):
     count = window.output_size(size)
@@ -192,24 +162,6 @@ def test_scaled_bounds_end_where_the_output_ends():
     assert scaled_bounds((0, 1, 2, 2), 3, 5) == (0, 1, 3, 5)  # cut anew: (0, 3, 5, 5) is lopsided
 
 
-@given(sizes, windows(), st.integers(0, 3))
-def test_the_transposed_size_is_pytorchs(size, window, extra):
-    assume(extra < max(window.stride, window.dilation))
-    assume(window.transposed_size(size, extra) >= 1)
-    weight = torch.zeros(1, 1, window.kernel)
-    y = F.conv_transpose1d(
-        torch.zeros(1, 1, size),
-        weight,
-        None,
-        window.stride,
-        window.padding,
-        extra,
-        1,
-        window.dilation,
-    )
-    assert window.transposed_size(size, extra) == y.shape[-1]
-
-
 @given(sizes, windows(), st.data())
 def test_transposed_needs_are_the_pixels_on_which_the_outputs_depend(size, window, data):
     count = window.transposed_size(size)
@@ -226,39 +178,6 @@ def test_transposed_needs_are_the_pixels_on_which_the_outputs_depend(size, windo
     assert all(first <= pixel < last for pixel in used)
     if window.dilation == 1:  # else pixels between the taps are counted in
         assert (first, last) == ((used[0], used[-1] + 1) if used else (0, 0))
-
-
-@given(layouts_and_windows())
-def test_transposed_boxes_lie_inside_the_image(both):
-    layout, each = both
-    size = list(map(Window.transposed_size, each, layout.size))
-    assume(min(size) >= 1)
-    output = layout.scaled([window.stride for window in each], size)
-    needed = transposed_boxes(layout, output, each)
-    assert len(needed) == len(output.boxes)
-    for box, need in zip(output.boxes, needed, strict=True):
-        assert need.is_empty or need == need.intersect(layout.whole)
-        if box.is_empty:
-            assert need == empty_box(len(each))
-        elif not need.is_empty:
-            for window, interval, own, n in zip(
-                each, need.spatial, box.spatial, layout.size, strict=True
-            ):
-                assert interval == window.transposed_needs(*own, n)
-
-
-@given(layouts_and_windows())
-def test_needed_boxes_are_the_windows_of_the_boxes_and_empty_for_empty_outputs(both):
-    layout, each = both
-    needed = needed_boxes(layout, each)
-    assert len(needed) == len(layout.boxes)
-    for box, need in zip(layout.boxes, needed, strict=True):
-        if box.is_empty:
-            assert need == empty_box(len(each))
-        else:
-            assert need[0] == box[0]
-            for window, interval, own in zip(each, need.spatial, box.spatial, strict=True):
-                assert interval == window.needs(*own)
 
 
 def pixels(box: Box) -> set[tuple[int, ...]]:
@@ -306,13 +225,6 @@ def test_boxes_of_other_dims_are_not_compared():
         Layout.even(1, (4, 5), (2, 1)).scaled((2, 2, 2), (8, 10))
 
 
-def test_a_finer_grid_needs_a_factor_for_each_dim():
-    assert finer_grid((2, 1), (3, 4)) == (6, 4)
-    assert finer_grid((2, 1), ()) == (2, 1)
-    with pytest.raises(ValueError, match="zip"):
-        finer_grid((2, 1), (3,))
-
-
 def test_another_number_of_pixels_along_one_dim_is_cut_evenly():
     layout = Layout((0, 2), ((0, 1, 7), (0, 5)))
     assert layout.resized(0, 7) is layout
@@ -334,14 +246,10 @@ def test_parts_of_a_finer_layout_make_up_those_of_the_coarser(dims, samples):
         own = finer_parts(grid, factors, part)
         assert list(own) == sorted(own)
         seen += own
-        pixels = [place for one in own for place in _places(fine.boxes[one])]
-        assert len(pixels) == len(set(pixels))
-        assert set(pixels) == set(_places(box))
+        places = [place for one in own for place in pixels(fine.boxes[one])]
+        assert len(places) == len(set(places))
+        assert set(places) == pixels(box)
     assert sorted(seen) == list(range(prod(tiles)))
-
-
-def _places(box: Box) -> list[tuple[int, ...]]:
-    return list(product(*(range(*interval) for interval in box.spatial)))
 
 
 def test_what_was_rebalanced_is_as_coarse_as_it_is_fine():

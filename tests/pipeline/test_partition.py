@@ -80,12 +80,6 @@ def test_one_stage_is_the_network_itself_whatever_its_forward(model):
     assert cut(model, [4]) == [model]
 
 
-@pytest.mark.parametrize(("name", "first"), [("layer3", "layer3.0"), ("layer2.1", "layer2.1")])
-def test_cut_by_a_name_begins_there(name, first):
-    _, second = cut(small(), [1, 1], [name])
-    assert second.paths[0] == first
-
-
 def test_cut_by_a_name_inside_of_what_has_a_forward_of_its_own():
     first, second, third = cut(Classifier(), [1] * 3, ["backbone.body", "head"])
     assert first.paths == ["backbone.stem", "backbone.norm"]
@@ -175,10 +169,6 @@ def steps(*takes: tuple[int, ...]) -> Recording:
     ]
     last = Value(len(made) - 1)
     return Recording(tuple(made), last, frozenset(), frozenset(), "")
-
-
-def chain(length: int) -> Recording:
-    return steps(*((n - 1,) for n in range(length)))
 
 
 def cost_of(costs: StepCosts, recording: Recording, start: int, stop: int) -> float:

@@ -75,11 +75,6 @@ def scheduled(self, x):
     return self.conv(x) * self.schedule.step()
 
 
-def remembers(self, x):
-    self.sizes.append(len(x))
-    return self.conv(x) * (sum(self.sizes) / 10)
-
-
 def rebinds(self, x):
     self.ema = 0.9 * self.ema + 0.1 * x.detach().mean()
     return self.conv(x) * (1 + self.ema)
@@ -105,7 +100,6 @@ def sets_a_mode(self, x):
 KEPT = {
     "counts": lambda: Part(counts, calls=0),
     "scheduled": lambda: Part(scheduled, schedule=Schedule()),
-    "remembers": lambda: Part(remembers, sizes=[]),
     "rebinds": lambda: Part(rebinds),
     "cached": lambda: Part(cached, table=None),
     "sets_a_block": lambda: Part(sets_a_block, calls=0, blocks=nn.ModuleList([Inner()])),

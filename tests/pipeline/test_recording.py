@@ -14,7 +14,7 @@ from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.steps import IMAGE, Recording, output_of, run_step
-from spatialdl.spatial.source_lines import is_library, users_line, users_line_of
+from spatialdl.spatial.source_lines import users_line, users_line_of
 from tests.pipeline.cutting import run_stages, stages_of, trained
 
 
@@ -259,10 +259,3 @@ def test_steps_know_where_they_were_called():
     recording = Forward(unet(width=2, depth=1), (3, 32, 32)).of(2, training=True)
     assert len(recording.steps) > 3
     assert all("models/unet.py:" in step.where for step in recording.steps)
-
-
-def test_models_that_come_along_are_nobodys_library():
-    assert is_library(torch.__file__.replace("__init__", "functional"))
-    assert is_library(inspect.getsourcefile(Forward))
-    assert not is_library(inspect.getsourcefile(resnet18))
-    assert not is_library(__file__)

@@ -80,16 +80,6 @@ def test_an_image_with_its_rows_elsewhere_travels_as_an_image():
         assert part.receiver == Layout.even(2, (9, 7), grid)
 
 
-def test_tokens_that_belong_to_no_pixel_travel_in_a_corner():
-    dims = SpatialDims.of(-2, -2)._replace(prefix=1, suffix=2)
-    pixels = Layout.even(2, (9, 7), (2, 2))
-    output = meta_split((2, 66, 4), dims, pixels)
-    part = SplitShape.of(output, Layout.even(2, (9, 7), (1, 3)))
-    assert part.shape == (2, 4, 12, 8)
-    assert part.sender.cuts == ((0, 7, 12), (0, 4, 8))
-    assert part.receiver.cuts == ((0, 12), (0, 3, 5, 8))
-
-
 GRIDS = [((2, 1), (1, 1)), ((1, 3), (2, 2)), ((2, 2), (3, 1)), ((7, 1), (2, 1)), ((2, 2), (2, 2))]
 
 

@@ -169,19 +169,10 @@ class Modes(nn.Module):
         return self.two(self.one(x))
 
 
-class Holds(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x):
-        return self.part(x)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_part_has_the_modes_that_the_whole_network_sets(inside):
     model = Modes()
-    stages = parts_of(Holds(model) if inside else model, 1)
+    stages = parts_of(nn.Sequential(model) if inside else model, 1)
     for stage in stages:
         stage.train()
     assert [model.one.training, model.two.training] == [False, True]

@@ -175,19 +175,6 @@ def test_weights_modes_and_settings_are_those_of_the_network_at_each_forward():
     assert_same(state(model), state(whole))
 
 
-def test_pieces_make_up_the_tile():
-    """Also where virtual tiles are not even, as behind a stride."""
-    layout = Layout((0, 2), ((0, 3, 4, 9), (0, 2, 8)))
-    tiles, whole = tiles_of(nn.Identity(), (3, 2)), image(2, 5, 9, 8)
-    pieces = [tiles.piece(number, whole, layout) for number in range(6)]
-    assert [tuple(one.shape[2:]) for one in pieces] == [box.shape[1:] for box in layout.boxes]
-    assert torch.equal(tiles.together(pieces, layout), whole)
-    masks = [tiles.piece(number, whole[:, 0], layout) for number in range(6)]
-    assert torch.equal(tiles.together(masks, layout), whole[:, 0])
-    not_split = Layout.even(2, (9, 8), (1, 1))
-    assert tiles.piece(4, whole, not_split) is whole
-
-
 # --- what fails
 
 
@@ -275,17 +262,3 @@ def test_a_full_disk_ends_the_step_and_names_the_folder(tmp_path, monkeypatch):
     ):
         step(pipeline, image(2, 3, 64, 64))
     assert len(writes) == 12
-
-
-def test_an_image_that_cannot_be_read_ends_the_step():
-    pipeline = pipeline_of(nn.Sequential(nn.Conv2d(3, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
-
-    def read(part: Any) -> Tensor:
-        if part[-1].start:
-            raise OSError("the file has gone")
-        return torch.zeros(2, 3, 12, 12)[part]
-
-    one = Microbatch(2, 1.0, None, torch.tensor([0, 2]))
-    one.images = TileRegion((2, 3, 12, 12), torch.float32, (12, 12), read)
-    with pytest.raises(OSError, match="the file has gone"):
-        pipeline.train_step([one], 0)

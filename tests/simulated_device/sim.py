@@ -134,15 +134,6 @@ def set_rng_state(new_state: Tensor, device: Device = "sim") -> None:
     _ops.set_rng_state(new_state.cpu(), _index(device))
 
 
-def get_rng_state_all() -> list[Tensor]:
-    return [get_rng_state(index) for index in range(device_count())]
-
-
-def set_rng_state_all(new_states: list[Tensor]) -> None:
-    for index, state in enumerate(new_states):
-        set_rng_state(state, index)
-
-
 def _is_in_bad_fork() -> bool:
     return False
 

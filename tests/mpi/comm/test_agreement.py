@@ -23,7 +23,7 @@ from spatialdl import (
     shard,
 )
 from spatialdl.comm import check
-from spatialdl.comm.agreement import FIRST, difference, digest, first_difference, is_due
+from spatialdl.comm.agreement import FIRST, difference, is_due
 from spatialdl.spatial import gradient_checks as agreed
 
 pytestmark = pytest.mark.world(2, 3, 4)
@@ -264,26 +264,6 @@ def test_most_steps_are_not_compared(mesh: Mesh) -> None:
     assert not mesh.agreement.compares
     shard(image(seed=RANK), mesh)  # until it is due again
     assert x.shape == (2, 3, 16, 12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.complex128])
-def test_a_digest_depends_on_places_and_not_on_memory(dtype: torch.dtype) -> None:
-    values = (image(0, 1, 3, 50, 41).abs() * 9 % 2).round().to(dtype)
-    assert digest(values) == digest(values.contiguous(memory_format=torch.channels_last))
-    assert digest(values) != digest(values.flip(-1))
-    assert digest(values) != digest(values.transpose(-1, -2))
-    assert digest(values, most=100) == digest(values.clone(), most=100)
-    assert digest(values[:, :0]) == 0
-
-
-def test_a_difference_is_named() -> None:
-    comm = init_mesh((SIZE, 1)).comm
-    named = {"a": image(), "b": image(seed=1) if LAST else image(), "c": image()}
-    assert first_difference(comm, {"a": image()}) == ""
-    said = first_difference(comm, named)
-    assert (
-        said == f"b (float64 (2, 3, 16, 12)) has different values on rank {SIZE - 1} than on rank 0"
-    )
 
 
 def test_values_that_differ_are_named_with_the_ranks_and_hosts_that_have_them(

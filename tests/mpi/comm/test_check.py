@@ -90,14 +90,6 @@ def test_without_it_the_last_communications_of_each_group_are_remembered(
     assert all(one == everywhere[0] for one in everywhere)  # whatever each calls the groups
 
 
-def test_the_first_rank_that_differs_is_named(world: MPI.Intracomm) -> None:
-    with pytest.raises(CommMismatch) as error:
-        check.agree(world, f"step {min(world.rank, 1)}")
-    other = 1 if world.rank == 0 else 0
-    assert f"rank {other} at 'step {other}'" in str(error.value)
-
-
-@pytest.mark.world(2, 3, 4)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

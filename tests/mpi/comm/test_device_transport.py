@@ -27,16 +27,14 @@ from spatialdl.comm.device_path import (
 from spatialdl.comm.device_transport import Lane
 from spatialdl.comm.groups import start
 from spatialdl.comm.handover import DIRECTIONS, Direction, Handover, HandoverShape
-from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back, view_of
 from spatialdl.comm.world import as_communicator
 from spatialdl.layout.layout import Box, Layout
-from tests.mpi.comm.test_transport import over_torch
+from tests.mpi.comm.test_transport import over_torch, shifted
 from tests.mpi.device import DEVICE
 from tests.mpi.equality_networks import OddNet
 from tests.mpi.one_message import start_receive, start_send
 
-Moves = Callable[[Communicator], tuple[bool, bool]]
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cpu", reason="SPATIALDL_DEVICE names no accelerator"
 )
@@ -63,16 +61,6 @@ def delays(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.param:
         torch.sim.set_delay(0)
-
-
-def shifted(ranks: Communicator, size: tuple[int, int, int]) -> Plan:
-    """Every rank needs its rows and one more on each side."""
-    layout = Layout.even(size[0], size[1:], (ranks.size, 1))
-    needed = [
-        Box((batch, (max(0, top - 1), min(size[1], end + 1)), columns))
-        for batch, (top, end), columns in layout.boxes
-    ]
-    return Plan(layout.boxes, needed, ranks.rank)
 
 
 def moved_there_and_back(ranks: Communicator) -> tuple[bool, bool]:

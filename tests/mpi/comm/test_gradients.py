@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spatialdl import Mesh, UnsupportedSpatialOp, average_gradients, init_mesh, shard
 from spatialdl.comm import gradients
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.reduce import differentiable_sum, sum_over_ranks
+from spatialdl.comm.reduce import sum_over_ranks
 
 pytestmark = pytest.mark.world(2, 3, 4)
 
@@ -25,14 +25,6 @@ def model_of(*parameters: nn.Parameter) -> nn.Module:
     for number, parameter in enumerate(parameters):
         model.register_parameter(f"p{number}", parameter)
     return model
-
-
-def test_gradients_are_averaged(world: MPI.Intracomm) -> None:
-    weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
-    weight.grad = torch.arange(12.0, dtype=torch.float64).view(3, 4) * (world.rank + 1)
-    average_gradients(model_of(weight), init_mesh((world.size, 1)))
-    mean = (world.size + 1) / 2
-    torch.testing.assert_close(weight.grad, torch.arange(12.0).double().view(3, 4) * mean)
 
 
 def test_none_everywhere_stays_none_and_none_somewhere_is_zero(world: MPI.Intracomm) -> None:
@@ -104,15 +96,6 @@ def test_half_precision_is_added_up_in_float32(world: MPI.Intracomm) -> None:
     total = sum_over_ranks(world, values)
     assert total.dtype == torch.bfloat16
     assert total.item() == torch.tensor(256.0 + world.size - 1).bfloat16().item()
-
-
-def test_backward_of_a_sum_adds_up_what_all_ranks_make_of_it(world: MPI.Intracomm) -> None:
-    own = torch.tensor([world.rank + 1.0], requires_grad=True)
-    total = differentiable_sum(world, own, "test")
-    everybody = sum(range(1, world.size + 1))
-    assert total.item() == everybody
-    (total * (world.rank + 1)).backward()
-    assert own.grad.item() == everybody
 
 
 @pytest.mark.world(4)

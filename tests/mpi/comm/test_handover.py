@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -134,25 +133,6 @@ def test_forward_is_exact_and_backward_the_scaled_adjoint(
     left, right = world.allreduce(left), world.allreduce(right)
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}[case.dtype]
     assert right == pytest.approx(factor * left, rel=tolerance, abs=tolerance)
-
-
-@pytest.mark.world(2, 3, 4)
-def test_samples_are_divided_anew(world: MPI.Intracomm) -> None:
-    """Of tensors of any number of dims, over more ranks or fewer, of which some have none."""
-    for shape in ((5, 2, 3), (2, 4), (7,)):
-        case = Case(None, None, world.size - 1, 1, shape)
-        layout = Layout.by_sample(shape[0], (prod(shape[1:]),), world.size - 1)
-        what = replace(case.what, sender=layout)
-        handover, bounds = case.handover(world), layout.batch
-        if world.rank < case.senders:
-            own = slice(*bounds[world.rank : world.rank + 2])
-            handover.send(whole(case, 0)[own], what, 0)
-            grad = handover.receive_back(what, 0, CPU)
-            assert torch.equal(grad, case.senders * whole(case, 1)[own])
-        else:
-            assert torch.equal(handover.receive(what, 0, CPU), whole(case, 0))
-            handover.send_back(whole(case, 1), what, 0)
-        handover.wait_sent()
 
 
 @pytest.mark.world(2, 3, 4)

@@ -111,7 +111,6 @@ def unchecked() -> Iterator[None]:
     check.enable()
 
 
-@pytest.mark.skipif(SIZE < 2, reason="needs ranks")
 @pytest.mark.parametrize("adjoint", [False, True])
 def test_ranks_that_are_waited_for_are_told_as_the_world_calls_them(
     adjoint: bool, tmp_path: Path, unchecked: None
@@ -200,18 +199,6 @@ def test_pieces_go_back_to_where_they_came_from(strategy: str) -> None:
             for piece, (room, box) in zip(plan.sends, rooms, strict=True):
                 expected = view_of(image(piece.peer, torch.float32), layout.whole, box)
                 assert torch.equal(room, expected), f"{name}, {needed}, from {piece.peer}"
-
-
-@pytest.mark.world(2, 3, 4)
-def test_ranks_are_called_what_they_are_in_the_world() -> None:
-    """Also in a subset of a subset, in whichever order."""
-    world = COMM
-    assert world.world_ranks == tuple(range(SIZE))
-    backwards = world.subset(range(SIZE)[::-1])
-    assert backwards.world_ranks == tuple(range(SIZE))[::-1]
-    assert backwards.world_ranks[backwards.rank] == RANK
-    if backwards.rank < 2:
-        assert backwards.subset([1, 0]).world_ranks == (SIZE - 2, SIZE - 1)
 
 
 @pytest.mark.world(2, 3, 4)

@@ -15,8 +15,6 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.processes import Nodes
 from spatialdl.comm.world import as_communicator, torch_world
-from spatialdl.layout.node_order import placed_by_nodes
-from spatialdl.layout.placement import Placement
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 from tests.fitting import fit
@@ -56,16 +54,6 @@ def test_a_node_has_a_communicator(world: Communicator):
     nodes = Nodes(world, [f"node{rank % 2}" for rank in range(world.size)])
     assert nodes.of == [rank % 2 for rank in range(world.size)]
     assert nodes.own.allgather(world.rank) == list(range(world.rank % 2, world.size, 2))
-
-
-def test_a_placement_is_put_on_nodes(world: Communicator):
-    placement = Placement(world.size, ((1, 1),))
-    assert placed_by_nodes(placement, Nodes(world).of) == placement
-    if world.size % 4 == 0:
-        pairs = Placement(world.size // 2, ((2, 1),))
-        nodes = Nodes(world, ["a", "b"] * (world.size // 2))
-        placed = placed_by_nodes(pairs, nodes.of)
-        assert list(placed.ranks(0, 0)) == [0, 2]
 
 
 @pytest.mark.world(4)

@@ -18,7 +18,6 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition, view_of
 from spatialdl.layout.layout import Box, Layout, empty_box, even_bounds
-from spatialdl.spatial.window import empty_output
 from tests.mpi.equality import check
 
 MOVED = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
@@ -157,19 +156,6 @@ def test_an_image_without_samples_is_padded(mode: str, meshes: dict) -> None:
     for mesh in meshes.values():
         image = torch.empty(0, 3, 5, 6, dtype=torch.float64)
         check(lambda x: F.pad(x, (1, 1, 1, 1), mode), image, [], mesh, f"on {mesh.grid}: ")
-
-
-def test_ranks_without_pixels_stay_in_the_graph(world: MPI.Intracomm) -> None:
-    """One row on many ranks: those without it still take part in both directions."""
-    layout = Layout.even(1, (1, 4), (world.size, 1))
-    plan = plan_for(layout.boxes, (layout.whole,) * world.size, world.rank)
-    tile = torch.ones(1, 2, *plan.own.shape[1:], requires_grad=True)
-    row = repartition(tile, world, plan)
-    assert torch.equal(row, torch.ones(1, 2, 1, 4))
-    row.sum().backward()
-    assert torch.equal(tile.grad, torch.full_like(tile, float(world.size)))
-    empty = empty_output((0, 2), row)
-    assert empty.shape == (0, 2)
 
 
 def test_what_stays_at_home_is_not_sent(world: MPI.Intracomm) -> None:

@@ -17,7 +17,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.distributed import TorchCommunicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.repartition import move, move_back, view_of
+from spatialdl.comm.repartition import move, view_of
 from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.layout.layout import Box, Layout
 from tests.mpi.equality_cases import Case
@@ -63,17 +63,17 @@ def test_a_rank_may_send_to_itself(ranks: Communicator) -> None:
 def test_meshes_over_torch_leave_no_threads_behind() -> None:
     """A program that made some hundred meshes, one after the other, once ran out of threads."""
     ranks = over_torch()
-    gc.collect()
     ranks.barrier()
-    before = threads()
-    for _ in range(2):
+    counts = []
+    for _ in range(3):  # the first one may start threads that serve all
         if ranks.rank == 0:  # groups of its own must not put the names of others out of step
             TorchCommunicator([0]).barrier()
         mesh = spatialdl.init_mesh((ranks.size, 1), comm=ranks)
         assert mesh.comm.allreduce(1) == ranks.size
         del mesh
         gc.collect()
-    assert threads() == before
+        counts.append(threads())
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -128,11 +128,11 @@ def test_a_subset_has_its_ranks_in_the_order_given(ranks: Communicator) -> None:
     mine = [rank for rank in reversed(range(ranks.size)) if rank % 2 == ranks.rank % 2]
     part = ranks.subset(mine)
     assert (part.size, part.rank) == (len(mine), mine.index(ranks.rank))
-    assert part.allgather(ranks.rank) == mine
+    assert part.allgather(ranks.rank) == list(part.world_ranks) == mine
     assert part.all_gather(torch.tensor(ranks.rank)).tolist() == mine
     assert part.bcast(ranks.rank) == mine[0]
     again = part.subset(range(part.size)[::-1]).duplicate()
-    assert again.allgather(ranks.rank) == mine[::-1]
+    assert again.allgather(ranks.rank) == list(again.world_ranks) == mine[::-1]
     if part.size > 1 and part.rank < 2:
         other = 1 - part.rank
         sending = start_send(part, torch.tensor([[ranks.rank]]), other, 5)
@@ -186,16 +186,6 @@ def test_a_plan_moves_the_same(
     if channels_last:
         tile = tile.contiguous(memory_format=torch.channels_last)
     assert torch.equal(move(ranks, plan, tile), view_of(image, whole, plan.need))
-
-
-def test_a_plan_moves_back_what_all_ranks_hold(ranks: Communicator) -> None:
-    plan = shifted(ranks, (1, 2 * ranks.size, 3))
-    grad = torch.full((1, 2, plan.need.shape[1], 3), float(ranks.rank + 1), dtype=torch.float64)
-    back = move_back(ranks, plan, grad)
-    held = [rank + 1 for rank in (ranks.rank - 1, ranks.rank, ranks.rank + 1)]
-    first = ranks.rank + 1 + (held[0] if ranks.rank > 0 else 0)
-    last = ranks.rank + 1 + (held[2] if ranks.rank < ranks.size - 1 else 0)
-    assert back[0, 0, :, 0].tolist() == [first, last]
 
 
 def test_ranks_without_neighbours_take_part(ranks: Communicator) -> None:

@@ -3,13 +3,10 @@ numbers."""
 
 from __future__ import annotations
 
-import csv
 import gc
-import json
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_path
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
@@ -29,7 +25,6 @@ from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
-from tests.fitting import fit
 from tests.mpi.device import DEVICE, device_key
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
@@ -243,26 +238,3 @@ TINY = [
 
 def trainer(comm: Communicator, *overrides: str) -> Trainer:
     return Trainer(composed("train", *TINY, device_key(comm), *overrides), comm)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_training_run_is_that_of_one_process(backend, world, tmp_path: Path):
-    steps = ["trainer.max_steps=3", "trainer.max_epochs=null"]  # the fourth batch has one sample
-    over = [*steps, "parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true"]
-    over.append(f"comm.backend={backend}")
-    fit(trainer(world, *over), tmp_path)
-    if world.rank == 0:
-        (tmp_path / "plain").mkdir()
-        plain = trainer(SingleProcess(), *steps, f"parallel.microbatches={RANKS}")
-        fit(plain, tmp_path / "plain")
-        ours, theirs = (
-            json.loads((folder / "summary.json").read_text())
-            for folder in (tmp_path, tmp_path / "plain")
-        )
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-10)
-        validation = [
-            list(csv.DictReader((folder / "validation.csv").read_text().splitlines()))
-            for folder in (tmp_path, tmp_path / "plain")
-        ]
-        assert float(validation[0][0]["loss"]) == pytest.approx(float(validation[1][0]["loss"]))
-        assert validation[0][0]["samples"] == "7"

@@ -208,6 +208,11 @@ CASES: Cases = {
     "tokens, ranks without pixels": (few_tokens, (2, 4, 6, 6), SMALL),
     "large, groups": large(2, padding=(0, 1)),
     "large, same": large(padding="same"),
+    "written in place": (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1).add_(1).mul_(2).relu_(),
+        ONE,
+        [(4, 3, 3, 3), (4,)],
+    ),
     "float64 under autocast": (in_float64_under_autocast, ONE, [(4, 3, 3, 3), (4,)]),
 }
 

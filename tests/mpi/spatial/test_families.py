@@ -76,11 +76,6 @@ def mixed_tokens(x: Tensor) -> Tensor:
     return F.linear(x.flatten(2), one + waves(x, count, count) / count)
 
 
-def einsum_of_images(x: Tensor, n: int) -> Tensor:
-    at = LETTERS[:n]
-    return torch.einsum(f"nc{at},ne{at}->nce", x, x.cos())
-
-
 FAMILIES: dict[str, Family] = {
     "convolution": lambda x, w, n: functional("conv", n)(x, w, padding=1),
     "transposed": lambda x, w, n: functional("conv_transpose", n)(x, w, stride=2, padding=1),

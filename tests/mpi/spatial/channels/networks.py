@@ -33,22 +33,6 @@ class Mobile(nn.Module):
         return self.out(torch.cat([y, x], 1)).mean((2, 3))
 
 
-class Grouped(nn.Module):
-    """Group norms whose groups lie on several ranks, and of vectors; scales of whole layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(size, 12, 3, padding=1) for size in (3, 12, 12))
-        self.norms = nn.ModuleList(nn.GroupNorm(groups, 12) for groups in (1, 3, 6))
-        self.scale = nn.Parameter(torch.full((12,), 0.5))
-        self.head, self.last = nn.Linear(12, 10), nn.GroupNorm(2, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = F.relu(norm(conv(x))) * self.scale.view(1, -1, 1, 1)
-        return self.last(self.head(x.mean((2, 3))))
-
-
 # --- transformers with positions, tokens and tables of their own
 
 
@@ -100,21 +84,14 @@ class Layer(nn.Module):
 class Tokens(nn.Module):
     """A vision transformer with a class token and embedded positions."""
 
-    def __init__(
-        self,
-        width: int = 24,
-        heads: int = 4,
-        depth: int = 2,
-        patch: int = 8,
-        grid: tuple[int, int] = (5, 4),
-        fused: bool = True,
-    ) -> None:
+    def __init__(self, fused: bool) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, patch, patch)
+        width = 24
+        self.patches = nn.Conv2d(3, width, 8, 8)
         self.cls_token = nn.Parameter(torch.randn(1, 1, width))
-        self.pos_embed = nn.Parameter(torch.randn(1, 1 + grid[0] * grid[1], width))
+        self.pos_embed = nn.Parameter(torch.randn(1, 1 + 5 * 4, width))
         self.pos_drop = nn.Dropout(0.1)
-        blocks = (Layer(width, Attention(width, heads, fused), 0.3) for _ in range(depth))
+        blocks = (Layer(width, Attention(width, 4, fused), 0.3) for _ in range(2))
         self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 5)
 
@@ -227,9 +204,8 @@ NETWORKS: dict[str, Network] = {
     "unet": (lambda: unet(5, width=6, depth=3), (3, 29, 21)),
     "unet3d": (lambda: unet3d(5, width=5, depth=2), (1, 11, 9, 7)),
     "vit": (lambda: VisionTransformer(5, patch=8, width=24, depth=2, heads=4), (3, 24, 16)),
-    "tokens": (Tokens, (3, 40, 32)),
+    "tokens": (lambda: Tokens(fused=True), (3, 40, 32)),
     "tokens, spelled out": (lambda: Tokens(fused=False), (3, 40, 32)),
     "swin": (Swin, (3, 36, 28)),
     "mobile": (Mobile, (3, 20, 18)),
-    "grouped": (Grouped, (3, 21, 18)),
 }

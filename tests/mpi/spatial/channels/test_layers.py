@@ -112,7 +112,7 @@ def test_layers_with_a_weight_for_each_channel(name: str, whole: bool):
     make, shape = NORMS[name]
     layer = make()
     parameters = dict(layer.named_parameters())
-    ats = {} if whole or name == "prelu, one weight" else dict.fromkeys(parameters, 0)
+    ats = {} if whole else dict.fromkeys(parameters, 0)
     for one in layer.parameters():
         nn.init.normal_(one)
     assert_layer(layer, drawn(*shape), ats, True)

@@ -38,8 +38,8 @@ STEPS = [
     ),
 ]
 
-MIXED = ("amoebanet_d", "mobile", "grouped")
-"""Tensors or groups meet in them that are divided otherwise, or too small for all ranks."""
+MIXED = ("amoebanet_d", "mobile")
+"""Tensors meet in them that are divided otherwise, or too small for all ranks."""
 
 # tensor, grid, data
 LAYOUTS = {

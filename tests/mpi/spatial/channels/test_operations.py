@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.spatial.channels.tensor import ChannelTensor, all_channels, is_pointwise
+from spatialdl.spatial.channels.tensor import ChannelTensor, all_channels
 from spatialdl.spatial.channels.weights import Weight  # noqa: F401  (registers all operations)
 from spatialdl.spatial.random import keyed
 from tests.mpi.device import DEVICE
@@ -245,13 +245,6 @@ def test_refused(name: str):
     learns = name.startswith(("a hook", "a function"))
     with pytest.raises(UnsupportedSpatialOp, match=sentence):
         call(channels(drawn(2, 7, 3).requires_grad_(learns)))
-
-
-def test_random_functions_are_not_pointwise():
-    for function in (torch.add, Tensor.__rsub__, Tensor.relu_):
-        assert is_pointwise(function)
-    for function in (torch.bernoulli, torch.softmax, Tensor.copy_):
-        assert not is_pointwise(function)
 
 
 # --- group norms

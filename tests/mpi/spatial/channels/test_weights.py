@@ -309,31 +309,6 @@ def test_a_plan_that_does_not_fit_is_refused():
             uses_of(Block(), WORLD, lambda shadow: shadow(x), {"head": "output"})
 
 
-class Fused(nn.Module):
-    """One layer gives queries, keys and values; a rank is to have heads of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = RANKS + 1
-        size = self.heads * 4
-        self.qkv, self.out = nn.Linear(6, 3 * size), nn.Linear(size, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        samples, tokens, _ = x.shape
-        q, k, v = self.qkv(x).view(samples, tokens, 3, self.heads, 4).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def test_layers_are_divided_as_what_follows_wishes():
-    weights = weights_of(divided(Fused(), torch.randn(2, 5, 6)))
-    size = (RANKS + 1) * 4
-    heads = Partition.even(3 * size, RANKS, unit=4, pieces=3)
-    assert (weights["qkv.weight"].at, weights["qkv.weight"].partition) == (0, heads)
-    assert weights["qkv.bias"].partition == heads
-    assert weights["out.weight"].partition == Partition.even(size, RANKS, unit=4)
-
-
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
