@@ -12,7 +12,6 @@ import pytest
 from spatialdl.data.format import (
     FORMAT_VERSION,
     Manifest,
-    order_splits,
     sha256_of,
     shard_status,
 )
@@ -183,11 +182,6 @@ def test_a_shard_is_no_link_out_of_its_folder(tmp_path: Path) -> None:
     tiles().save(tmp_path / "set")
     with pytest.raises(ShardError, match="a link out of its folder"):
         ShardDataset(tmp_path / "set")
-
-
-def test_splits_come_in_their_usual_order() -> None:
-    found = order_splits(["b", "test", "a", "train", "test", "val"])
-    assert found == ["train", "val", "test", "a", "b"]
 
 
 def test_a_checksum_is_that_of_others_and_tells_how_far_it_is(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from PIL import Image
 from sklearn import metrics as known
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.data.tables import read_table
 from spatialdl.inference.evaluating.checks import check_evaluation
 from spatialdl.inference.evaluating.evaluation import run
 from spatialdl.inference.evaluating.levels import group_of, levels_of
@@ -299,16 +298,6 @@ def test_a_slide_of_several_patients_is_no_level(tmp_path):
     assert (tiles.name, patients.name) == ("tile", "patient")
     assert patients.names == ["q", "p"]
     assert np.allclose(patients.values, [[0.85, 0.15], [0.2, 0.8]])
-
-
-def test_names_may_have_suffixes_and_folders(tmp_path):
-    rows = [("/x/a.svs",), ("b.nii.gz",), ("d/c.tif",), ("other",)]
-    file = write_rows(tmp_path / "l.csv", ("slide",), rows)
-    found, unknown = read_table(file).match(["a", "b", "d_c.tif"])
-    assert {name: row.name for name, row in found.items()} == {
-        **{"a": "/x/a.svs", "b": "b.nii.gz", "d_c.tif": "d/c.tif"},
-    }
-    assert unknown == ["other"]
 
 
 def test_labels_by_sample_need_predictions_of_a_data_set(tmp_path):

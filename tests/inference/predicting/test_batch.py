@@ -19,7 +19,6 @@ from spatialdl.inference.predicting.records import (
     PredictionRecord,
     SlideReport,
     SlideResult,
-    key_of,
     save_tables,
     slide_columns,
     tile_columns,
@@ -232,11 +231,3 @@ def array_file(array: np.ndarray) -> bytes:
     out = BytesIO()
     np.save(out, array)
     return out.getvalue()
-
-
-def test_a_key_changes_with_settings_and_file(tmp_path):
-    path = tmp_path / "a"
-    path.write_bytes(b"1")
-    keys = {key_of([1], path), key_of([2], path), key_of([1], None)}
-    path.write_bytes(b"22")
-    assert len(keys | {key_of([1], path)}) == 4
