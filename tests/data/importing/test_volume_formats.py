@@ -13,7 +13,7 @@ import tifffile
 import zarr
 
 from spatialdl.data.importing.volume_file import is_volume, open_volume, volume_name
-from spatialdl.data.importing.volume_files.volume import millimetres
+from spatialdl.data.importing.volume_files.volume import millimetres, numbers_of
 from tests.data.importing.written import TO_LPS, described, oblique, save_zarr, voxels
 
 SIZE = (4, 6, 5)
@@ -199,7 +199,6 @@ ONE_PLANE = "slices, rows and columns lie in one plane"
         (np.zeros((5, 7, 4, 2, 3), np.int16), None, "expected a volume"),
         (COLOURS, None, "expected integers or floats"),
         (np.zeros((5, 7, 4), np.complex64), None, "expected integers or floats"),
-        (np.zeros((5, 7, 4), np.longdouble), None, "expected integers or floats"),
         (voxels(), with_header(srow_x=(0, 0, 0, 0)), ONE_PLANE),
         (voxels(), with_header(srow_x=(np.nan, 0, 0, 0)), ONE_PLANE),
         (voxels(), with_header(srow_x=(0, 0.8, 0, 0), srow_y=(0, 0.8, 0, 0)), ONE_PLANE),
@@ -357,12 +356,14 @@ def test_zarr_that_is_no_volume_is_refused(tmp_path):
             open_volume(tmp_path / f"{name}.zarr")
 
 
-def test_units():
+def test_units_and_types():
     for unit, length in [
         *(("mm", 1), ("\u00b5m", 1e-3), ("\u03bcm", 1e-3), ("nanometer", 1e-6), ("in", 25.4)),
         *(("pixel", None), ("", None), ("None", None), ("second", None)),
     ]:
         assert millimetres(unit) == length
+    with pytest.raises(ValueError, match="expected integers or floats"):
+        numbers_of(np.longdouble)
 
 
 @pytest.mark.parametrize(("lines", "skip"), [(2, 0), (0, 5), (1, 3), (0, -1)])
