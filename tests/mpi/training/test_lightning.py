@@ -67,8 +67,8 @@ def test_classification(world: Communicator) -> None:
 
 
 def test_segmentation_with_masks(world: Communicator) -> None:
-    ours, trainer, _ = fitted(strategy(world), Segmenter, Masked())
-    plain, alone, _ = fitted("auto", Segmenter, Masked())
+    ours, trainer, _ = fitted(strategy(world), Segmenter, Masked(), max_epochs=1)
+    plain, alone, _ = fitted("auto", Segmenter, Masked(), max_epochs=1)
     assert_equal(ours, plain)
     loader = DataLoader(Masked(), 5)
     predicted, expected = trainer.predict(ours, loader), alone.predict(plain, loader)
@@ -165,8 +165,8 @@ class Adversaries(L.LightningModule):
 
 
 def test_manual_optimization(world: Communicator) -> None:
-    ours, _, _ = fitted(strategy(world), Adversaries)
-    assert_equal(ours, fitted("auto", Adversaries)[0])
+    ours, _, _ = fitted(strategy(world), Adversaries, max_epochs=1)
+    assert_equal(ours, fitted("auto", Adversaries, max_epochs=1)[0])
 
 
 # --- files
