@@ -9,13 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spatialdl.data.format import (
-    FORMAT_VERSION,
-    Manifest,
-    order_splits,
-    sha256_of,
-    shard_status,
-)
+from spatialdl.data.format import FORMAT_VERSION, Manifest, order_splits, sha256_of, shard_status
 from spatialdl.data.image_source import as_image, image_dtype
 from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo, TileSample, VolumeSample
 from spatialdl.data.shards import ShardDataset
@@ -27,10 +21,7 @@ AFFINE = ((0.0, 0.0, -0.7, 3.0), (0.0, 0.8, 0.0, -4.5), (2.5, 0.0, 0.0, 7.0))
 
 def tiles(**changes: object) -> Manifest:
     made = Manifest("tiles", ["a", "b"], 3, (8, 9), 0.5, shards=[SHARD])
-    made.samples = [
-        TileSample(0, 0, 1, "val", "s", -3, 4),
-        TileSample(0, 1, None, None, "", 0, 0),
-    ]
+    made.samples = [TileSample(0, 0, 1, "val", "s", -3, 4), TileSample(0, 1, None, None, "", 0, 0)]
     for name, value in changes.items():
         setattr(made, name, value)
     return made

@@ -66,10 +66,10 @@ def test_a_table_is_the_same_in_all_formats(tmp_path: Path, kind: str) -> None:
 
 def test_rows_match_names_without_suffix_and_folders(file: Path) -> None:
     """The suffixes of volumes were taken off in lower case only, and that of `.ome` from slides."""
-    names = ["x/A.NII.GZ", "b.ome.TIF", "c.nhdr", "d.ome.svs"]
+    names = ["x/A.NII.GZ", "b.ome.TIF", "c.nhdr", "d.ome.svs", "/e/f.tif"]
     file.write_text("slide,label\n" + "".join(f"{name},1\n" for name in names))
-    rows, missing = read_labels(file, None).match(["A", "b", "c", "d"])
-    assert (list(rows), missing) == (["A", "b", "c"], ["d.ome.svs"])
+    rows, missing = read_labels(file, None).match(["A", "b", "c", "d", "e_f.tif"])
+    assert (list(rows), missing) == (["A", "b", "c", "e_f.tif"], ["d.ome.svs"])
 
 
 def test_columns_of_labels_are_those_without_another_meaning(file: Path) -> None:
@@ -110,10 +110,7 @@ def test_malformed_tables_are_refused(file: Path, text: bytes | None, message: s
 
 def test_bags_need_labels_and_one_split_of_a_patient(file: Path) -> None:
     for text, message in [
-        (
-            "slide,split\na,train\n",
-            "no column label; its columns are slide, split: set label",
-        ),
+        ("slide,split\na,train\n", "no column label; its columns are slide, split: set label"),
         ("slide,label,patient,split\na,1,p,train\nb,1,p,val\n", "patient p is in train and val"),
     ]:
         file.write_text(text)

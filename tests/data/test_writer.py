@@ -253,17 +253,6 @@ def test_a_shard_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch
     assert path.name == info.file == "shard-00007.h5"
     assert (info.bytes, info.samples, info.sha256) == (path.stat().st_size, 7, sha256_of(path))
     assert (synced[0], synced[-1]) == ("shard-00007.h5.tmp", tmp_path.name)
-    path.unlink()
-
-    def full(fd: int) -> None:
-        raise OSError("disk full")
-
-    file = shard(tmp_path, 7)
-    file.close()
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
-        file.settle()
-    assert [path.name for path in tmp_path.iterdir()] == ["shard-00007.h5.tmp"]
 
 
 def test_nothing_is_written_after_an_abort(tmp_path: Path) -> None:

@@ -7,39 +7,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spatialdl.models import (
-    amoebanet_d,
-    resnet18,
-    resnet50,
-    resnet110_v2,
-    resnet_v2,
-    wide_view,
-)
+from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, resnet_v2, wide_view
 from spatialdl.pipeline.recording import Forward
-
-BN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+from tests.vision import need_timm
 
 
-def torchvision_names(depth: int) -> list[str]:
-    """The keys of torchvision's state dicts, in their order."""
-    convolutions = 2 if depth == 18 else 3
-    names = ["conv1.weight", *(f"bn1.{k}" for k in BN)]
-    for stage, count in enumerate(STAGES[depth], 1):
-        for index in range(count):
-            block = f"layer{stage}.{index}"
-            for i in range(1, convolutions + 1):
-                names += [f"{block}.conv{i}.weight", *(f"{block}.bn{i}.{k}" for k in BN)]
-            if index == 0 and (stage > 1 or depth == 50):
-                names += [f"{block}.downsample.0.weight"]
-                names += [f"{block}.downsample.1.{k}" for k in BN]
-    return [*names, "fc.weight", "fc.bias"]
+@pytest.mark.parametrize(("build", "name"), [(resnet18, "resnet18"), (resnet50, "resnet50")])
+def test_names_and_arithmetic_are_torchvisions(build, name):
+    need_timm()
+    from torchvision import models
 
-
-@pytest.mark.parametrize(("build", "depth"), [(resnet18, 18), (resnet50, 50)])
-def test_names_are_torchvisions(build, depth):
-    with torch.device("meta"):
-        assert list(build().state_dict()) == torchvision_names(depth)
+    torch.manual_seed(0)
+    theirs, ours = models.get_model(name, num_classes=3).eval(), build(num_classes=3).eval()
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 3, 65, 43)
+    torch.testing.assert_close(ours(x), theirs(x))
 
 
 @pytest.mark.parametrize(
@@ -77,35 +60,6 @@ def test_images_of_any_size_give_every_weight_finite_gradients(network, size):
     assert output.shape == (3, 3)
     F.cross_entropy(output, torch.tensor([0, 1, 2])).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-
-
-def batch_norm(x, weights, name):
-    keys = ("running_mean", "running_var", "weight", "bias")
-    return F.batch_norm(x, *(weights[f"{name}.{k}"] for k in keys))
-
-
-def test_a_basic_block_is_the_papers_arithmetic():
-    torch.manual_seed(0)
-    block = resnet18(width=3).get_submodule("layer2.0").eval()
-    weights, x = block.state_dict(), torch.randn(2, 3, 9, 7)
-    y = F.conv2d(x, weights["conv1.weight"], stride=2, padding=1)
-    y = F.relu(batch_norm(y, weights, "bn1"))
-    y = batch_norm(F.conv2d(y, weights["conv2.weight"], padding=1), weights, "bn2")
-    skip = F.conv2d(x, weights["downsample.0.weight"], stride=2)
-    torch.testing.assert_close(block(x), F.relu(y + batch_norm(skip, weights, "downsample.1")))
-
-
-def test_a_bottleneck_is_the_papers_arithmetic():
-    """The stride sits in its 3 x 3 convolution, as in torchvision."""
-    torch.manual_seed(0)
-    block = resnet50(width=2).get_submodule("layer2.0").eval()
-    weights, x = block.state_dict(), torch.randn(2, 8, 5, 6)
-    y = F.relu(batch_norm(F.conv2d(x, weights["conv1.weight"]), weights, "bn1"))
-    y = F.conv2d(y, weights["conv2.weight"], stride=2, padding=1)
-    y = F.relu(batch_norm(y, weights, "bn2"))
-    y = batch_norm(F.conv2d(y, weights["conv3.weight"]), weights, "bn3")
-    skip = F.conv2d(x, weights["downsample.0.weight"], stride=2)
-    torch.testing.assert_close(block(x), F.relu(y + batch_norm(skip, weights, "downsample.1")))
 
 
 # --- ResNet v2

@@ -209,17 +209,8 @@ LAYOUTS = [
     Case("sp+pp", "plain", (37, 29), ((2, 2), (1, 1)), 1, 2, 5, ("body.0",), local=(1, 2)),
     Case("gems", "odd", (45, 50), ((1, 1),) * 3, 1, 4, 9, schedule="basic", tensor=(2, 2, 2)),
     Case("dp+sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 2, 2, 5, clip=0.05, shard=True),
-    Case(
-        "dp+pp",
-        "random",
-        (37, 29),
-        ((1, 1),) * 2,
-        2,
-        2,
-        8,
-        cut=("block1",),
-        shard=True,
-        tensor=(1, 2),
+    Case("dp+pp", "random", (37, 29), ((1, 1),) * 2, 2, 2, 8, cut=("block1",))._replace(
+        shard=True, tensor=(1, 2)
     ),
     Case("dp+sp+pp", "random", (37, 29), ((2, 1), (1, 2)), 2, 2, 9, order=(7, 0, 2, 5, 1, 4, 6, 3)),
     Case("dp+sp", "odd", (41, 67), ((1, 2),), 2, 2, 9, sync=True, tensor=(2,)),
@@ -256,23 +247,11 @@ SLOW = [
     Case("sp", "resnet18", (32, 32), ((2, 2),), batch=8),
     Case("sp", "unet", (21, 19), ((2, 2),)),
     Case("sp", "resnet50", (64, 64), ((2, 2),), recompute=True),
-    Case(
-        "sp+pp",
-        "vgg",
-        (50, 34),
-        ((1, 2),) * 2,
-        microbatches=2,
-        cut=("classifier.1",),
-        schedule="1f1b",
+    Case("sp+pp", "vgg", (50, 34), ((1, 2),) * 2, microbatches=2)._replace(
+        cut=("classifier.1",), schedule="1f1b"
     ),
-    Case(
-        "sp+pp",
-        "resnet18",
-        (70, 93),
-        ((1, 2), (2, 1), (1, 2), (2, 1)),
-        microbatches=2,
-        schedule="interleaved",
-        interleave=2,
+    Case("sp+pp", "resnet18", (70, 93), ((1, 2), (2, 1)) * 2, microbatches=2)._replace(
+        schedule="interleaved", interleave=2
     ),
     Case("dp+sp", "resnet18", (32, 32), ((2, 1),), 2, 1, 8, sync=True),
     Case("dp+sp", "odd", (45, 50), ((1, 2),), 2, 1, 1, clip=0.05),
@@ -291,16 +270,8 @@ SLOW = [
     Case("sp+lp", "resnet18", (70, 93), ((2, 2), (1, 1))),
     # what jumps over a stage
     Case("sp+pp", "unet", (33, 41), ((2, 1), (1, 1), (2, 1)), 1, 2, 3, ("encoder.3", "upsample.2")),
-    Case(
-        "sp+pp",
-        "transformer",
-        (36, 28),
-        ((2, 1), (1, 2), (1, 1)),
-        1,
-        2,
-        5,
-        ("last", "second"),
-        schedule="1f1b",
+    Case("sp+pp", "transformer", (36, 28), ((2, 1), (1, 2), (1, 1)), 1, 2, 5)._replace(
+        cut=("last", "second"), schedule="1f1b"
     ),
     Case("sp+pp", "resnet18", (70, 93), ((2, 2), (1, 2)), microbatches=2),
 ]

@@ -389,32 +389,11 @@ MONAI: dict[str, Entry] = {
         "SwinUNETR", (64, 64), **_IO, **_MONAI_SWIN, window_size=4, spatial_dims=2
     ),
     "Quicknat": of_monai(
-        "Quicknat",
-        (64, 48),
-        image_channels=1,
-        num_classes=3,
-        num_channels=1,
-        num_filters=4,
+        "Quicknat", (64, 48), image_channels=1, num_classes=3, num_channels=1, num_filters=4
     ),
-    "Classifier": of_monai(
-        "Classifier",
-        (32, 24),
-        in_shape=(3, 32, 24),
-        classes=4,
-        channels=(4, 8),
-        strides=(2, 2),
-    ),
-    "Regressor": of_monai(
-        "Regressor",
-        (33, 26),
-        in_shape=(3, 33, 26),
-        out_shape=(2, 3),
-        channels=(4, 8),
-        strides=(2, 2),
-    ),
-    "Discriminator": of_monai(
-        "Discriminator", (33, 26), in_shape=(3, 33, 26), channels=(4, 8), strides=(2, 2)
-    ),
+    "Classifier": of_monai("Classifier", (32, 24), in_shape=(3, 32, 24), classes=4, **_CODER),
+    "Regressor": of_monai("Regressor", (33, 26), in_shape=(3, 33, 26), out_shape=(2, 3), **_CODER),
+    "Discriminator": of_monai("Discriminator", (33, 26), in_shape=(3, 33, 26), **_CODER),
 }
 
 NETWORKS: dict[str, Entry] = {

@@ -161,11 +161,7 @@ VOLUMES: dict[str, Entry] = {
         image_size=24,
     ),
     "FlexibleUNet": _monai(
-        "FlexibleUNet",
-        CUBE,
-        **_VOLUME,
-        backbone="resnet10",
-        decoder_channels=(8, 8, 4, 4, 4),
+        "FlexibleUNet", CUBE, **_VOLUME, backbone="resnet10", decoder_channels=(8, 8, 4, 4, 4)
     ),
     "RegUNet concatenated": _monai(
         "RegUNet", **_VOLUME, num_channel_initial=4, depth=2, concat_skip=True, pooling=False
@@ -206,14 +202,7 @@ VOLUMES: dict[str, Entry] = {
         final_conv_channels=(4, 4),
     ),
     "UNETR": _monai(
-        "UNETR",
-        CUBE,
-        **_IO,
-        img_size=CUBE,
-        feature_size=4,
-        hidden_size=12,
-        mlp_dim=24,
-        num_heads=2,
+        "UNETR", CUBE, **_IO, img_size=CUBE, feature_size=4, hidden_size=12, mlp_dim=24, num_heads=2
     ),
     "SwinUNETR": _monai(
         "SwinUNETR",

@@ -13,7 +13,7 @@ import tifffile
 import zarr
 
 from spatialdl.data.importing.volume_file import is_volume, open_volume, volume_name
-from spatialdl.data.importing.volume_files.volume import affine_from, millimetres, numbers_of
+from spatialdl.data.importing.volume_files.volume import millimetres, numbers_of
 from tests.data.importing.written import TO_LPS, described, oblique, save_zarr, voxels
 
 SIZE = (4, 6, 5)
@@ -256,10 +256,6 @@ def test_nrrd_that_is_no_volume_is_refused(shape, said, text, tmp_path):
     nrrd.write(str(path), np.zeros(shape, np.int16), said)
     with pytest.raises(ValueError, match=text):
         open_volume(path)
-    head = "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 7 4\nencoding: raw\nendian: little\n"
-    path.write_text(f"{head}data file: a%02d.raw 0 3 1\n")
-    with pytest.raises(ValueError, match="several files"):
-        open_volume(path)
 
 
 @pytest.mark.parametrize(
@@ -360,22 +356,14 @@ def test_zarr_that_is_no_volume_is_refused(tmp_path):
             open_volume(tmp_path / f"{name}.zarr")
 
 
-def test_units_types_and_steps():
+def test_units_and_types():
     for unit, length in [
         *(("mm", 1), ("\u00b5m", 1e-3), ("\u03bcm", 1e-3), ("nanometer", 1e-6), ("in", 25.4)),
         *(("pixel", None), ("", None), ("None", None), ("second", None)),
     ]:
         assert millimetres(unit) == length
-    assert numbers_of(">i2") == np.dtype(np.int16)
-    for dtype in (np.complex64, "U3", np.longdouble):
-        with pytest.raises(ValueError, match="expected integers or floats"):
-            numbers_of(dtype)
-    spacing, affine = affine_from([(0, 0, 2), (0, 3, 0), (4, 0, 0)], (5, 6, 7))
-    assert spacing == (2, 3, 4)
-    assert affine.tolist() == [[0, 0, 4, 5], [0, 3, 0, 6], [2, 0, 0, 7]]
-    for step in ((0, 3, 4), (0, 0, 0), (np.nan, 0, 0)):
-        with pytest.raises(ValueError, match="lie in one plane"):
-            affine_from([step, (0, 3, 0), (0, 0, 1)], (5, 6, 7))
+    with pytest.raises(ValueError, match="expected integers or floats"):
+        numbers_of(np.longdouble)
 
 
 @pytest.mark.parametrize(("lines", "skip"), [(2, 0), (0, 5), (1, 3), (0, -1)])

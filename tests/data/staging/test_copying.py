@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import threading
@@ -15,7 +14,6 @@ from spatialdl.data.open_shards import OpenShard
 from spatialdl.data.staging import copying
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import (
-    BusyError,
     ReadPriority,
     StoppedError,
     fetch,
@@ -127,12 +125,7 @@ def test_a_shard_that_is_cut_while_it_is_copied_is_told(bring, folder, info, mon
         bring(stopped=cut)
 
 
-def test_a_part_has_one_writer_and_is_nobody_elses(bring, tmp_path):
-    with (tmp_path / "part").open("w") as part:
-        fcntl.flock(part, fcntl.LOCK_EX)
-        with pytest.raises(BusyError, match="another process is writing"):
-            bring()
-    (tmp_path / "part").unlink()
+def test_a_part_is_nobody_elses(bring, tmp_path):
     before = os.umask(0)
     try:
         modes = []

@@ -367,9 +367,7 @@ def test_the_first_place_that_will_do_is_taken(tmp_path, small_disk):
 
 def test_what_speaks_against_a_place(tmp_path, small_disk):
     assert unsuitable(tmp_path) is None
-    assert unsuitable(tmp_path / "nothing") == "is not a folder"
     assert unsuitable(Path("/proc")) == "is not writable" or os.getuid() == 0
-    assert unsuitable(small_disk(100)) == "is memory (tmpfs)"
     assert unsuitable(small_disk(100, "ro")) == "is not writable"
     if Path("/dev/mqueue").is_dir():  # a file system that nobody knows to be local
         assert unsuitable(Path("/dev/mqueue")) == "is on a network file system (mqueue)"

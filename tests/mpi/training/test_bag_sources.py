@@ -3,7 +3,6 @@ process. Some have fewer tiles than there are ranks."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from mpi4py import MPI
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, bag_config, write_bags
-from tests.fitting import fit
 from tests.mpi.device import device_key
+from tests.mpi.training.small import run_of
 
 WORLD = MPI.COMM_WORLD
 LAYOUTS = {
@@ -69,12 +67,8 @@ def folder(tmp_path_factory) -> Path:
 
 def trained(run_dir: Path, folder: Path, comm, *words: str):
     config = bag_config(folder, device_key(comm), "comm.check=true", *words)
-    trainer = Trainer(config, comm)
-    fit(trainer, run_dir)
-    weights = trainer.parts.pipeline.state_dict()
-    if comm.rank != 0:
-        return None, weights
-    return json.loads((run_dir / "summary.json").read_text()), weights
+    trainer, summary = run_of(config, run_dir, comm)
+    return summary, trainer.parts.pipeline.state_dict()
 
 
 def _numbers(cells: list[str]) -> list[float]:

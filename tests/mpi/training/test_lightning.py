@@ -10,10 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import FSDPPrecision
 from torch import Tensor, nn
@@ -70,8 +67,8 @@ def test_classification(world: Communicator) -> None:
 
 
 def test_segmentation_with_masks(world: Communicator) -> None:
-    ours, trainer, _ = fitted(strategy(world), Segmenter, Masked())
-    plain, alone, _ = fitted("auto", Segmenter, Masked())
+    ours, trainer, _ = fitted(strategy(world), Segmenter, Masked(), max_epochs=1)
+    plain, alone, _ = fitted("auto", Segmenter, Masked(), max_epochs=1)
     assert_equal(ours, plain)
     loader = DataLoader(Masked(), 5)
     predicted, expected = trainer.predict(ours, loader), alone.predict(plain, loader)
@@ -80,14 +77,9 @@ def test_segmentation_with_masks(world: Communicator) -> None:
 
 @pytest.mark.parametrize(
     "clip",
-    [
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
-    ],
+    [{"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}],
 )
-def test_accumulated_and_clipped(
-    clip: dict[str, Any], world: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accumulated_and_clipped(clip, world, monkeypatch):
     averaged, reduce = [], Reducer.reduce
     monkeypatch.setattr(Reducer, "reduce", lambda self: averaged.append(1) or reduce(self))
     ours, trainer, followed = fitted(strategy(world), accumulate_grad_batches=4, **clip)
@@ -173,8 +165,8 @@ class Adversaries(L.LightningModule):
 
 
 def test_manual_optimization(world: Communicator) -> None:
-    ours, _, _ = fitted(strategy(world), Adversaries)
-    assert_equal(ours, fitted("auto", Adversaries)[0])
+    ours, _, _ = fitted(strategy(world), Adversaries, max_epochs=1)
+    assert_equal(ours, fitted("auto", Adversaries, max_epochs=1)[0])
 
 
 # --- files
@@ -274,9 +266,7 @@ def test_what_cannot_be_split_is_refused(world: Communicator) -> None:
         ({"plugins": [FSDPPrecision("32-true")]}, "FSDPPrecision replaces layers"),
     ],
 )
-def test_arguments_that_contradict_are_refused(
-    arguments: dict[str, Any], message: str, world: Communicator
-) -> None:
+def test_arguments_that_contradict_are_refused(arguments, message, world):
     with pytest.raises(ValueError, match=message):
         L.Trainer(strategy=strategy(world), accelerator="cpu", logger=False, **arguments)
     other = SpatialStrategy(grid=(1, world.size + 1))

@@ -36,15 +36,6 @@ def test_bytes_come_back(tmp_path):
     assert not list(tmp_path.iterdir())  # it has no name: a killed process leaves nothing
 
 
-def test_places_are_used_again(tmp_path):
-    store = DiskStore(tmp_path)
-    slot = stored(store, storage(5000))
-    store.free(slot)
-    assert stored(store, storage(5000, 1)) == slot
-    assert stored(store, storage(5000, 2)) != slot
-    assert store.peak == 2 * slot.size
-
-
 def test_free_places_beside_each_other_become_one(tmp_path):
     store = DiskStore(tmp_path)
     first, second, third, last = (stored(store, storage(2048, seed)) for seed in range(4))

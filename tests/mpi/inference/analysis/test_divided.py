@@ -16,6 +16,7 @@ from spatialdl.inference.analysis import (
     RidgeCV,
     TruncatedSVD,
 )
+from tests.inference.analysis.test_estimators import OF_BOTH, same
 
 RNG = np.random.default_rng(7)
 CENTRES = RNG.normal(size=(4, 9)) * 2
@@ -38,16 +39,10 @@ def own(request, world):
     return slice(start, stop)
 
 
-def close(ours, theirs, names):
-    for name in names:
-        found, wanted = np.asarray(getattr(ours, name)), np.asarray(getattr(theirs, name))
-        np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=name)
-
-
 def test_kmeans(world, own):
     ours = KMeans(7, n_init=2, random_state=3, comm=world).fit(ROWS[own])
     theirs = cluster.KMeans(7, n_init=2, random_state=3).fit(ROWS)
-    close(ours, theirs, ("cluster_centers_", "n_iter_"))
+    same(ours, theirs, ("cluster_centers_", "n_iter_"))
     np.testing.assert_array_equal(ours.labels_, theirs.labels_[own])
     assert ours.inertia_ == pytest.approx(theirs.inertia_, rel=1e-9)
 
@@ -58,33 +53,28 @@ def test_kmeans_without_a_seed_begins_alike_on_all_ranks(world, own):
         np.testing.assert_array_equal(other, centres)
 
 
-OF_BOTH = (
-    *("components_", "explained_variance_", "explained_variance_ratio_", "singular_values_"),
-)
-
-
 def test_pca(world, own):
     theirs = decomposition.PCA(4, svd_solver="full").fit(ROWS)
     ours = PCA(4, comm=world).fit(ROWS[own].astype(np.float16))
-    close(ours, theirs, (*OF_BOTH, "mean_", "noise_variance_"))
+    same(ours, theirs, (*OF_BOTH, "mean_", "noise_variance_"))
     np.testing.assert_allclose(ours.transform(ROWS[own]), theirs.transform(ROWS)[own], atol=1e-9)
 
 
 def test_truncated_svd(world, own):
     theirs = decomposition.TruncatedSVD(4, algorithm="arpack", random_state=0).fit(ROWS)
-    close(TruncatedSVD(4, comm=world).fit(ROWS[own]), theirs, OF_BOTH)
+    same(TruncatedSVD(4, comm=world).fit(ROWS[own]), theirs, OF_BOTH)
 
 
 def test_ridge(world, own):
     targets = TARGETS
     theirs = linear_model.Ridge(2.0).fit(ROWS, targets)
     ours = Ridge(2.0, comm=world).fit(ROWS[own], targets[own])
-    close(ours, theirs, ("coef_", "intercept_"))
+    same(ours, theirs, ("coef_", "intercept_"))
     theirs = linear_model.RidgeCV((0.1, 5.0, 200.0), cv=6, scoring="neg_mean_squared_error").fit(
         ROWS, targets
     )
     ours = RidgeCV((0.1, 5.0, 200.0), cv=6, comm=world).fit(ROWS[own], targets[own])
-    close(ours, theirs, ("coef_", "intercept_", "alpha_", "best_score_"))
+    same(ours, theirs, ("coef_", "intercept_", "alpha_", "best_score_"))
 
 
 def test_ridge_of_classes(world, own):
@@ -99,7 +89,7 @@ def test_ridge_by_groups(world, own):
     groups = np.arange(len(ROWS)) % 13
     alone = RidgeCV(cv=4).fit(ROWS, TARGETS, groups)
     ours = RidgeCV(cv=4, comm=world).fit(ROWS[own], TARGETS[own], groups[own])
-    close(ours, alone, ("coef_", "scores_", "fold_coef_", "fold_intercept_"))
+    same(ours, alone, ("coef_", "scores_", "fold_coef_", "fold_intercept_"))
     np.testing.assert_array_equal(ours.folds_, alone.folds_[own])
 
 
@@ -122,7 +112,7 @@ def test_neighbours(world, own, metric, dtype):
 
 def test_a_communicator_of_mpi4py(world):
     ours = PCA(2, comm=MPI.COMM_WORLD).fit(ROWS[world.rank :: world.size])
-    close(ours, decomposition.PCA(2, svd_solver="full").fit(ROWS), OF_BOTH)
+    same(ours, decomposition.PCA(2, svd_solver="full").fit(ROWS), OF_BOTH)
     assert ours.n_samples_ == len(ROWS)
 
 

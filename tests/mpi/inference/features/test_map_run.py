@@ -28,23 +28,10 @@ SIZES = {"a": (233, 150), "b": (97, 210)}
 
 
 def written(slides: Path, out: Path, world: Communicator, *more: object) -> int:
-    words = [
-        *more,
-        slides,
-        "--out",
-        out,
-        "--whole",
-        "--mpp",
-        0.5,
-        "--slide-mpp",
-        0.5,
-        "--device",
-        "cpu",
-    ]
+    words = [*more, slides, "--out", out, "--whole", "--mpp", 0.5, "--slide-mpp", 0.5]
     words += ["--device", "cpu", "--precision", "float64", "--dtype", "float32"]
-    options = parsed(
-        [*map(str, words), "--encoder", "tests.inference.features.maps.networks.Convolved"]
-    )
+    words += ["--encoder", "tests.inference.features.maps.networks.Convolved"]
+    options = parsed([*map(str, words)])
     encoder = make_encoder(options.wish)
     prepared = prepare(options, given_in(options), encoder)
     return compute(prepared, world, encoder, CPU, precision_of("float64", CPU))

@@ -4,7 +4,6 @@ there are ranks."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.bags import EndToEndNetwork
-from spatialdl.training.trainer import Trainer
 from tests.bags import tile_config, write_tile_bags
-from tests.fitting import fit
 from tests.mpi.device import device_key
+from tests.mpi.training.small import run_of
 
 WORLD = MPI.COMM_WORLD
 SPLIT = {
@@ -57,18 +55,12 @@ def trained(
     run_dir: Path, folder: Path, comm: Any, *words: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     settings = ("comm.check=true", "data.batch_size=4", "optimizer.lr=0.01", *words)
-    trainer = Trainer(tile_config(folder, device_key(comm), *settings), comm)
-    fit(trainer, run_dir)
-    weights = trainer.parts.pipeline.state_dict()
-    if comm.rank != 0:
-        return {}, weights
-    return json.loads((run_dir / "summary.json").read_text()), weights
+    trainer, summary = run_of(tile_config(folder, device_key(comm), *settings), run_dir, comm)
+    return summary, trainer.parts.pipeline.state_dict()
 
 
 @pytest.mark.parametrize(("layout", "name"), RUNS)
-def test_tiles_train_as_in_one_process_with_the_whole_graph(
-    tmp_path: Path, folder: Path, layout: str, name: str
-) -> None:
+def test_tiles_train_as_in_one_process_with_the_whole_graph(tmp_path, folder, layout, name):
     target, *settings = AGGREGATORS[name].split()
     words = (f"model.aggregator._target_=spatialdl.models.{target}", *settings)
     world = MpiCommunicator(WORLD)

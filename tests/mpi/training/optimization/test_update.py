@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -170,9 +169,7 @@ SMALL = (
 
 
 @pytest.mark.parametrize(("layout", "recipe"), cases(LAYOUTS))
-def test_a_recipe_gives_the_numbers_of_one_process(
-    layout: str, recipe: str, tmp_path: Path, ends_process_group: None
-) -> None:
+def test_a_recipe_gives_the_numbers_of_one_process(layout, recipe, tmp_path, ends_process_group):
     world = MpiCommunicator(WORLD)
     options = [*ALL_AT_ONCE.split(), *recipe.split()]
     _, ours = trained(tmp_path / "ours", world, *SMALL, *layout.split(), *options)
