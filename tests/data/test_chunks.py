@@ -18,7 +18,14 @@ import simplejpeg
 from spatialdl.data import ShardWriter, chunk_reading, jpeg
 from spatialdl.data.chunk_map import map_chunks
 from spatialdl.data.chunk_reading import ByteCache, read_coded, read_raw
-from spatialdl.data.codec import Codec, Coding, _checksum, decode, decode_lossless, encode_lossless
+from spatialdl.data.codec import (
+    Codec,
+    Coding,
+    _checksum,
+    decode,
+    decode_lossless,
+    encode_lossless,
+)
 from spatialdl.data.jpeg import JpegStream, checked, encode
 from spatialdl.data.shard_file import Chunks
 from tests.data.conftest import RANDOM, noise, picture
@@ -130,7 +137,9 @@ def opened(shard):
     os.close(fd)
 
 
-def test_pread_goes_on_where_it_was_interrupted_and_ends_with_the_file(shard, opened, monkeypatch):
+def test_pread_goes_on_where_it_was_interrupted_and_ends_with_the_file(
+    shard, opened, monkeypatch
+) -> None:
     preadv, out = os.preadv, np.empty(IMAGE.shape, np.uint8)
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:1000]], at))
     read_raw(opened, shard[1], out, WHOLE)

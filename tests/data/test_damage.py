@@ -42,7 +42,9 @@ def change_manifest(folder: Path, shard: Path | None = None, **changes: object) 
 
 @pytest.mark.parametrize(("kind", "what"), [("tiles", "image"), ("regions", "mask")])
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_flipped_bit_names_the_shard_and_its_samples(tmp_path, codec, kind, what):
+def test_a_flipped_bit_names_the_shard_and_its_samples(
+    tmp_path: Path, codec: Codec, kind: str, what: str
+) -> None:
     folder = write(tmp_path / "set", kind, codec)
     path = folder / "shard-00001.h5"
     with h5py.File(path, locking=False) as file:
@@ -118,7 +120,9 @@ def test_a_shard_that_was_replaced_is_refused_when_read(folder: Path, replace) -
         ("jpeg", "uint8", {"codec": "raw"}, "cannot read images from "),
     ],
 )
-def test_shards_of_another_type_or_codec_are_refused(tmp_path, codec, dtype, changes, says):
+def test_shards_of_another_type_or_codec_are_refused(
+    tmp_path: Path, codec: Codec, dtype: str, changes: dict[str, str], says: str
+) -> None:
     folder = write(tmp_path / "set", "tiles", codec, dtype)
     change_manifest(folder, **changes)
     with pytest.raises(ShardError, match=says):

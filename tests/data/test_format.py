@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spatialdl.data.format import FORMAT_VERSION, Manifest, order_splits, sha256_of, shard_status
+from spatialdl.data.format import (
+    FORMAT_VERSION,
+    Manifest,
+    sha256_of,
+    shard_status,
+)
 from spatialdl.data.image_source import as_image, image_dtype
 from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo, TileSample, VolumeSample
 from spatialdl.data.shards import ShardDataset
@@ -21,7 +26,10 @@ AFFINE = ((0.0, 0.0, -0.7, 3.0), (0.0, 0.8, 0.0, -4.5), (2.5, 0.0, 0.0, 7.0))
 
 def tiles(**changes: object) -> Manifest:
     made = Manifest("tiles", ["a", "b"], 3, (8, 9), 0.5, shards=[SHARD])
-    made.samples = [TileSample(0, 0, 1, "val", "s", -3, 4), TileSample(0, 1, None, None, "", 0, 0)]
+    made.samples = [
+        TileSample(0, 0, 1, "val", "s", -3, 4),
+        TileSample(0, 1, None, None, "", 0, 0),
+    ]
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -174,11 +182,6 @@ def test_a_shard_is_no_link_out_of_its_folder(tmp_path: Path) -> None:
     tiles().save(tmp_path / "set")
     with pytest.raises(ShardError, match="a link out of its folder"):
         ShardDataset(tmp_path / "set")
-
-
-def test_splits_come_in_their_usual_order() -> None:
-    found = order_splits(["b", "test", "a", "train", "test", "val"])
-    assert found == ["train", "val", "test", "a", "b"]
 
 
 def test_a_checksum_is_that_of_others_and_tells_how_far_it_is(tmp_path: Path) -> None:

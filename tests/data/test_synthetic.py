@@ -26,7 +26,10 @@ def test_any_box_is_the_slice_of_the_whole(kind, sample, data):
     }[kind]()
     ends = [sorted(data.draw(st.integers(0, n)) for _ in range(2)) for n in size]
     box = tuple(bound for pair in ends for bound in pair)
-    reads = [(images.read, (channels,)), *[(images.read_mask, ())] * (kind == "masks")]
+    reads = [
+        (images.read, (channels,)),
+        *[(images.read_mask, ())] * (kind == "masks"),
+    ]
     for read, tail in reads:
         whole = read(sample)
         assert (whole.dtype, whole.shape) == (np.uint8, (*size, *tail))

@@ -110,7 +110,10 @@ def test_malformed_tables_are_refused(file: Path, text: bytes | None, message: s
 
 def test_bags_need_labels_and_one_split_of_a_patient(file: Path) -> None:
     for text, message in [
-        ("slide,split\na,train\n", "no column label; its columns are slide, split: set label"),
+        (
+            "slide,split\na,train\n",
+            "no column label; its columns are slide, split: set label",
+        ),
         ("slide,label,patient,split\na,1,p,train\nb,1,p,val\n", "patient p is in train and val"),
     ]:
         file.write_text(text)

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, resnet_v2, wide_view
+from spatialdl.models import (
+    amoebanet_d,
+    resnet18,
+    resnet50,
+    resnet110_v2,
+    resnet_v2,
+    wide_view,
+)
 from spatialdl.pipeline.recording import Forward
 from tests.vision import need_timm
 

@@ -117,4 +117,9 @@ class Counting(nn.Module):
         return self.head(self.last(x).relu().mean((2, 3)))
 
 
-STATEFUL = {"counting": Counting, "views": Views, "pyramid": Pyramid, "norm_eval": NormEval}
+STATEFUL = {
+    "counting": Counting,
+    "views": Views,
+    "pyramid": Pyramid,
+    "norm_eval": NormEval,
+}

@@ -121,7 +121,10 @@ def factors(size: int) -> list[int]:
     ],
 )
 def test_rows_and_columns_of_size_one_go_where_networks_expect_them(
-    shape: tuple[int, ...], dims: SpatialDims, new_shape: tuple[int, ...], expected: SpatialDims
+    shape: tuple[int, ...],
+    dims: SpatialDims,
+    new_shape: tuple[int, ...],
+    expected: SpatialDims,
 ) -> None:
     view = regroup(shape, new_shape, dims, [shape[dim] for dim in dims.at])
     assert view is not None

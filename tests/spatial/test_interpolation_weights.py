@@ -64,7 +64,9 @@ def test_outputs_are_those_of_pytorch(mode: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("mode", "radius"), [("linear", 1), ("cubic", 2)])
 @pytest.mark.parametrize(("size", "count"), [(20, 7), (61, 9), (7, 20)])
-def test_antialiasing_reads_no_more_than_its_kernel(mode, radius, size, count):
+def test_antialiasing_reads_no_more_than_its_kernel(
+    mode: str, radius: int, size: int, count: int
+) -> None:
     """Pixels with a weight of 0 would be right, and be sent for nothing."""
     taps = interpolation_weights(ResampledDim(mode, size, count, antialias=True), torch.float64)
     assert taps.index.shape[1] <= 2 * radius * max(1, size / count) + 1

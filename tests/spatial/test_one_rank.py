@@ -145,7 +145,9 @@ WRONG: list[tuple[str, object, dict]] = [
 
 
 @pytest.mark.parametrize(("mode", "scale", "options"), WRONG, ids=str)
-def test_gradients_of_pytorch_are_wrong_where_they_are_refused(mode, scale, options):
+def test_gradients_of_pytorch_are_wrong_where_they_are_refused(
+    mode: str, scale: float | tuple[float, ...], options: dict
+) -> None:
     """A change of PyTorch shows here, and a refusal can go."""
     for dims in (2,) if options else (1, 3):
         x = image(1, 1, *(6, 5, 4)[:dims]).requires_grad_()

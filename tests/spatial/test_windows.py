@@ -106,7 +106,9 @@ NARROW = [(13, width, kernel, 0) for width, kernel in ((2, 2), (3, 3), (4, 3))] 
         for channels, dtype in ((3, torch.float16), (16, torch.bfloat16))
     ],
 )
-def test_strips_of_one_output_are_right_in_half_precision(case, channels, dtype):
+def test_strips_of_one_output_are_right_in_half_precision(
+    case: tuple[int, int, int, int], channels: int, dtype: torch.dtype
+) -> None:
     """On CPUs with AMX a convolution with a stride gave anything at all for one column."""
     height, width, kernel, padding = case
     torch.manual_seed(0)

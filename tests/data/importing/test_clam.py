@@ -103,7 +103,9 @@ def test_files_without_patches_are_listed_or_left_out(tmp_path: Path, files: Pat
         (b"header", b"\xff"),  # where a dataset is described: a KeyError
     ],
 )
-def test_a_damaged_file_is_listed_whatever_h5py_makes_of_it(tmp_path, files, there, damaged):
+def test_a_damaged_file_is_listed_whatever_h5py_makes_of_it(
+    tmp_path: Path, files: Path, there: bytes, damaged: bytes
+) -> None:
     path = files / "s1.h5"
     content = path.read_bytes()
     with h5py.File(path, "r") as h5:

@@ -242,7 +242,9 @@ def test_a_table_labels_a_flat_folder(tmp_path: Path, flat: Path, table: str) ->
         ),
     ],
 )
-def test_tables_that_do_not_match_the_images(tmp_path, flat, table, says):
+def test_tables_that_do_not_match_the_images(
+    tmp_path: Path, flat: Path, table: str, says: str
+) -> None:
     (tmp_path / "t.csv").write_text(table)
     with pytest.raises(ValueError, match=says) as caught:
         import_images(

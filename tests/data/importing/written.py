@@ -8,7 +8,12 @@ import numpy as np
 import zarr
 from pydicom import FileDataset
 from pydicom.dataset import Dataset, FileMetaDataset
-from pydicom.uid import CTImageStorage, EnhancedMRImageStorage, ExplicitVRLittleEndian, generate_uid
+from pydicom.uid import (
+    CTImageStorage,
+    EnhancedMRImageStorage,
+    ExplicitVRLittleEndian,
+    generate_uid,
+)
 
 SIZE = (5, 7, 4)  # i, j, k
 TYPES = {"t": "time", "c": "channel"}

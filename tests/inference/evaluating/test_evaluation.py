@@ -217,7 +217,10 @@ def folder(tmp_path):
         ("predictions=P aggregation=sum", "aggregation=sum"),
         ("predictions=P subgroups=[site]", "are columns of a table of labels: give labels="),
         ("predictions=P subgroups=site", "must be a list"),
-        ("predictions=P labels=L subgroups=[scanner]", "has no column scanner; its columns"),
+        (
+            "predictions=P labels=L subgroups=[scanner]",
+            "has no column scanner; its columns",
+        ),
         ("predictions=P labels=nowhere.csv", "cannot read nowhere.csv"),
     ],
 )

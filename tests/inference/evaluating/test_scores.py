@@ -13,7 +13,13 @@ from spatialdl.inference.evaluating import pictures
 from spatialdl.inference.evaluating import scores as scores_module
 from spatialdl.inference.evaluating.evaluation import evaluate
 from spatialdl.inference.evaluating.levels import Level, Levels
-from spatialdl.inference.evaluating.measured import Measured, Resampling, intervals, measure, point
+from spatialdl.inference.evaluating.measured import (
+    Measured,
+    Resampling,
+    intervals,
+    measure,
+    point,
+)
 from spatialdl.inference.evaluating.pictures import save_pictures
 from spatialdl.inference.evaluating.scores import (
     ClassScores,
@@ -23,7 +29,11 @@ from spatialdl.inference.evaluating.scores import (
     Ranking,
     SurvivalScores,
 )
-from spatialdl.training.tasks.metrics import from_pairs, multilabel_scores, regression_scores
+from spatialdl.training.tasks.metrics import (
+    from_pairs,
+    multilabel_scores,
+    regression_scores,
+)
 from spatialdl.training.tasks.survival import concordance
 from tests.inference.evaluating.cases import command, drawn, read_rows
 

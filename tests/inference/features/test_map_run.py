@@ -54,7 +54,8 @@ def test_a_map_is_that_of_the_region_in_one_piece(small, done):
         assert found.shape == (10, rows // 4, columns // 4)
         with Slide(small / f"{name}.tiff") as slide:
             pixels = slide.read_box(
-                *(said["level0_x"], said["level0_y"], (rows, columns), 4.0), (0, rows, 0, columns)
+                *(said["level0_x"], said["level0_y"], (rows, columns), 4.0),
+                (0, rows, 0, columns),
             )
             assert (said["level0_height"], said["level0_width"]) == slide.size
         image = torch.from_numpy(pixels.copy()).permute(2, 0, 1).double() / 255

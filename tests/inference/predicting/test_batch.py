@@ -56,7 +56,8 @@ def predicted(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "other", ["average=false", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"]
+    "other",
+    ["average=false", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"],
 )
 def test_slides_are_done_only_if_all_was_as_it_is(other, folder, done, tmp_path):
     """Otherwise a command with other settings would reuse the last predictions."""
@@ -103,7 +104,10 @@ def result(name: str, *values: tuple[float, ...], **more: Any) -> SlideResult:
     return SlideResult(SlideReport(name, len(values)), record(name, *values, **more))
 
 
-RECORDS = [record("a", (0.2, 0.8), (0.6, 0.4), (0.55, 0.45)), record("b", (0.1, 0.9))]
+RECORDS = [
+    record("a", (0.2, 0.8), (0.6, 0.4), (0.55, 0.45)),
+    record("b", (0.1, 0.9)),
+]
 RESULTS = [SlideResult(SlideReport(one.name, len(one.values)), one) for one in RECORDS]
 
 

@@ -268,7 +268,9 @@ def test_regions_of_a_map(slide: Path, tmp_path: Path) -> None:
     assert set(store.images) == {"slide", "probability"}
 
 
-def test_the_library_is_asked_for_before_work_begins(tmp_path, monkeypatch):
+def test_the_library_is_asked_for_before_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     (tmp_path / "checkpoint.json").touch()
     words = f"ckpt_path={tmp_path} slides={tmp_path}"

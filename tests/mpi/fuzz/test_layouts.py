@@ -29,7 +29,9 @@ PROOF = 40
 
 @pytest.mark.world(*EVERY_DAY)
 @pytest.mark.parametrize("seed", range(max(EVERY_DAY.values())))
-def test_a_random_network_equals_one_process_in_a_random_layout(seed, world, tmp_path_factory):
+def test_a_random_network_equals_one_process_in_a_random_layout(
+    seed: int, world: Communicator, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     if seed >= EVERY_DAY[world.size]:
         pytest.skip(f"there are {EVERY_DAY[world.size]} cases on {world.size} ranks")
     check(case_of(seed, world.size), world, tmp_path_factory)
@@ -37,7 +39,9 @@ def test_a_random_network_equals_one_process_in_a_random_layout(seed, world, tmp
 
 @pytest.mark.slow
 @pytest.mark.world(*EVERY_DAY)
-def test_many_random_networks_equal_one_process_in_random_layouts(world, tmp_path_factory):
+def test_many_random_networks_equal_one_process_in_random_layouts(
+    world: Communicator, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     @settings(
         max_examples=PROOF,
         derandomize=False,
@@ -72,7 +76,13 @@ def test_many_random_networks_equal_one_process_in_random_layouts(world, tmp_pat
         ("spatialdl.pipeline.statistics.SliceStatistics.fold", 42),
     ],
 )
-def test_what_a_layout_leaves_out_is_found(left_out, seed, world, tmp_path_factory, monkeypatch):
+def test_what_a_layout_leaves_out_is_found(
+    left_out: str,
+    seed: int,
+    world: Communicator,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(left_out, lambda *_: ())
     assert differing(case_of(seed, 2), world, tmp_path_factory)
 

@@ -188,7 +188,10 @@ def test_a_divided_network_sends_and_holds_what_is_counted(name, monkeypatch):
     assert_network(name, Placement(1, ((1, 1),), tensor=(RANKS,)), monkeypatch)
 
 
-PLANS = {"vgg head": (("0", "input"), ("4", "output"), ("6", "output")), "vit": (("*", "output"),)}
+PLANS = {
+    "vgg head": (("0", "input"), ("4", "output"), ("6", "output")),
+    "vit": (("*", "output"),),
+}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -261,7 +264,8 @@ def told_of(costs: NetworkCosts) -> list[Talk]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stream"), [("resnet", (2, 2)), ("resnet", (1, 1)), ("vit", (1, 3)), ("unet", (2, 2))]
+    ("name", "stream"),
+    [("resnet", (2, 2)), ("resnet", (1, 1)), ("vit", (1, 3)), ("unet", (2, 2))],
 )
 @pytest.mark.world(1, 2, 3)
 def test_ranks_send_what_is_counted(name, stream, monkeypatch):

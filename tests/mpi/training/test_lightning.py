@@ -10,7 +10,10 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import FSDPPrecision
 from torch import Tensor, nn
@@ -77,9 +80,14 @@ def test_segmentation_with_masks(world: Communicator) -> None:
 
 @pytest.mark.parametrize(
     "clip",
-    [{"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}],
+    [
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    ],
 )
-def test_accumulated_and_clipped(clip, world, monkeypatch):
+def test_accumulated_and_clipped(
+    clip: dict[str, Any], world: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     averaged, reduce = [], Reducer.reduce
     monkeypatch.setattr(Reducer, "reduce", lambda self: averaged.append(1) or reduce(self))
     ours, trainer, followed = fitted(strategy(world), accumulate_grad_batches=4, **clip)
@@ -266,7 +274,9 @@ def test_what_cannot_be_split_is_refused(world: Communicator) -> None:
         ({"plugins": [FSDPPrecision("32-true")]}, "FSDPPrecision replaces layers"),
     ],
 )
-def test_arguments_that_contradict_are_refused(arguments, message, world):
+def test_arguments_that_contradict_are_refused(
+    arguments: dict[str, Any], message: str, world: Communicator
+) -> None:
     with pytest.raises(ValueError, match=message):
         L.Trainer(strategy=strategy(world), accelerator="cpu", logger=False, **arguments)
     other = SpatialStrategy(grid=(1, world.size + 1))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 from tests.fitting import fit
@@ -23,7 +24,9 @@ WORDS = (
 
 
 @pytest.mark.world(4)
-def test_a_traced_run_has_the_same_numbers_and_shows_what_each_rank_did(world, tmp_path):
+def test_a_traced_run_has_the_same_numbers_and_shows_what_each_rank_did(
+    world: Communicator, tmp_path: Path
+) -> None:
     folder = Path(world.bcast(str(tmp_path)))
     for name, traced in (("run", "true"), ("untraced", "false")):
         words = ("parallel=dp+gems", f"trainer.trace={traced}", device_key(world), *WORDS)

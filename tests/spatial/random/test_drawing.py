@@ -157,7 +157,9 @@ def test_keys_and_numbers_are_those_of_earlier_versions() -> None:
 
 @pytest.mark.parametrize("chunk", [2**4, 2**16, 2**22])
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 5, 7), (3, 2, 300, 301)])
-def test_a_part_draws_what_the_whole_draws(shape, chunk, monkeypatch):
+def test_a_part_draws_what_the_whole_draws(
+    shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks of any size, too."""
     if chunk > 2**4 or math.prod(shape) < 1000:  # or it would take long
         monkeypatch.setattr(generator, "_CHUNK", chunk)
@@ -191,7 +193,9 @@ def test_numbers_are_as_they_should_be() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_the_largest_number_is_one_step_of_the_dtype_below_one(dtype, monkeypatch):
+def test_the_largest_number_is_one_step_of_the_dtype_below_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generator, "_bits", lambda _, places: torch.full_like(places, 2**53 - 1))
     (largest,) = uniform(full_region((1,)), 0, dtype, CPU).double().tolist()
     assert largest == 1 - torch.finfo(dtype).eps / 2 < 1
@@ -207,7 +211,9 @@ def test_numbers_of_bits_that_are_all_zero(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("word", [0, 2**53 - 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_logarithms_of_exponential_numbers_are_finite(dtype, word, monkeypatch):
+def test_logarithms_of_exponential_numbers_are_finite(
+    dtype: torch.dtype, word: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever 53 bits are drawn."""
     monkeypatch.setattr(generator, "_bits", lambda _, places: torch.full_like(places, word))
     assert exponential(full_region((3,)), 5, dtype, CPU).log().isfinite().all()

@@ -310,7 +310,8 @@ def test_a_network_that_reads_values_is_not_known():
 
 
 @pytest.mark.parametrize(
-    ("size", "grid"), [((1000, 90), (1, 1)), ((300, 200, 100), (1, 1, 1)), ((999,), (3,))]
+    ("size", "grid"),
+    [((1000, 90), (1, 1)), ((300, 200, 100), (1, 1, 1)), ((999,), (3,))],
 )
 def test_tiles_are_as_few_as_fit_and_nearly_square(size, grid):
     sizes, limit = ImageSizes(10**9, 4 * 10**8), 10**8

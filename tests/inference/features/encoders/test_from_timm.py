@@ -127,7 +127,10 @@ def test_features_are_what_the_classifier_is_given(models, tmp_path):
     assert found.shape == (2, 512)
 
 
-@pytest.mark.parametrize(("name", "width"), [("squeezenet1_1", 512), ("shufflenet_v2_x0_5", 1024)])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("squeezenet1_1", 512), ("shufflenet_v2_x0_5", 1024)],
+)
 def test_heads_are_found_whatever_they_are_called(models, tmp_path, name, width):
     torch.save(models.get_model(name).state_dict(), tmp_path / "weights.pth")
     encoder = make_encoder(Wish(f"torchvision:{name}", tmp_path / "weights.pth"))

@@ -60,7 +60,9 @@ def trained(
 
 
 @pytest.mark.parametrize(("layout", "name"), RUNS)
-def test_tiles_train_as_in_one_process_with_the_whole_graph(tmp_path, folder, layout, name):
+def test_tiles_train_as_in_one_process_with_the_whole_graph(
+    tmp_path: Path, folder: Path, layout: str, name: str
+) -> None:
     target, *settings = AGGREGATORS[name].split()
     words = (f"model.aggregator._target_=spatialdl.models.{target}", *settings)
     world = MpiCommunicator(WORLD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,7 +170,9 @@ SMALL = (
 
 
 @pytest.mark.parametrize(("layout", "recipe"), cases(LAYOUTS))
-def test_a_recipe_gives_the_numbers_of_one_process(layout, recipe, tmp_path, ends_process_group):
+def test_a_recipe_gives_the_numbers_of_one_process(
+    layout: str, recipe: str, tmp_path: Path, ends_process_group: None
+) -> None:
     world = MpiCommunicator(WORLD)
     options = [*ALL_AT_ONCE.split(), *recipe.split()]
     _, ours = trained(tmp_path / "ours", world, *SMALL, *layout.split(), *options)
