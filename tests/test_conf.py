@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from spatialdl.cli.slurm_runs import resources
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.common.configuring.keys import keys_of
 from spatialdl.data import ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
@@ -32,11 +31,10 @@ from spatialdl.training.loggers import Loggers, check_loggers
 from spatialdl.training.optimization.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
-from spatialdl.training.trainer import Trainer
 from tests.bags import TILE, WIDTH, write_bags, write_tile_bags
 from tests.composing import compose_anew, composed
 from tests.data import own_datasets
-from tests.fitting import fit
+from tests.fitting import train
 from tests.test_end_to_end import small_preset
 
 CONF = Path(str(files("spatialdl.conf")))
@@ -44,25 +42,6 @@ CONF = Path(str(files("spatialdl.conf")))
 
 def config(*overrides: str) -> DictConfig:
     return composed("train", *overrides)
-
-
-def options(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
-
-
-def test_the_groups_have_the_promised_options():
-    promised = {
-        "cluster": "h100 infiniband mi300x nvlink_node this_machine",
-        "model": "abmil amoebanet_d bag_pooling bag_transformer clam end_to_end resnet110_v2 "
-        "resnet18 resnet50 transmil unet unet3d vit wide_view",
-        "task": "classification multilabel regression segmentation survival",
-        "data": "bags dataset rare_tiles shards synthetic tile_bags",
-        "logger": "csv mlflow tensorboard wandb",
-        "optimizer": "adamw lamb lars sgd",
-        "scheduler": "constant cosine one_cycle polynomial step",
-        "launcher": "local slurm",
-    }
-    assert {group: " ".join(options(group)) for group in promised} == promised
 
 
 SMALL = {
@@ -137,10 +116,10 @@ def make_data(name: str, folder: Path) -> None:
 
 def make_task(name: str, folder: Path) -> None:
     cfg = config(f"task={name}")
-    settings, train = cfg.task, SyntheticDataset(3, (8, 8), 3)
+    settings, source = cfg.task, SyntheticDataset(3, (8, 8), 3)
     if name == "survival":
-        train.labels = np.array([[time, 1.0] for time in range(6)])
-    made = task_of(settings, 3, train)
+        source.labels = np.array([[time, 1.0] for time in range(6)])
+    made = task_of(settings, 3, source)
     assert made.name == settings.name == name
     assert made.mixup == settings.get("label_smoothing", 0) == settings.get("dice", 0) == 0
     assert settings.get("class_weights") is settings.get("pos_weight") is None
@@ -216,8 +195,7 @@ def make_run(name: str, folder: Path) -> None:
     """Two steps of a preset, small and on one rank; tests/test_end_to_end.py has its ranks."""
     (folder / "preset").mkdir()
     words = ("parallel=none", *small_preset(name, folder / "preset"))
-    trainer = Trainer(config(f"experiment={name}", *words), SingleProcess())
-    fit(trainer, folder / "run")
+    trainer = train(folder / "run", f"experiment={name}", *words)
     assert trainer.progress.step == 2
     assert (folder / "run" / "summary.json").is_file()
 

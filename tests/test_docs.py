@@ -61,7 +61,5 @@ def test_pydoc_shows_the_package_and_all_its_functions():
     text = pydoc.plain(pydoc.render_doc(spatialdl))
     for name in PUBLIC:
         module, _, word = name.rpartition(".")
-        assert module != "spatialdl" or re.search(rf"^ *(class )?{word}\b", text, re.MULTILINE), (
-            name
-        )
+        assert module != "spatialdl" or re.search(rf"^ *(class )?{word}\b", text, re.M), name
     assert "spatialdl.average_gradients(model, mesh)" in text

@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.common.configuring.keys import groups
 from spatialdl.data import ShardWriter
-from spatialdl.training.trainer import Trainer
+from tests import fitting
 from tests.bags import write_bags
-from tests.composing import composed
-from tests.fitting import fit
 from tests.processes import printed
 
 SMALL = [
-    "data=synthetic",
-    "data.image_size=[70,93]",
-    "data.batch_size=4",
-    "data.samples=8",
-    "data.validation_samples=3",
-    "model=resnet18",
-    "model.width=8",
-    "trainer.precision=float64",
-    "trainer.max_steps=2",
-    "parallel.microbatches=4",
-    "device=cpu",
-    "comm.check=true",
+    *("data=synthetic", "data.image_size=[70,93]", "data.batch_size=4", "data.samples=8"),
+    *("data.validation_samples=3", "model=resnet18", "model.width=8", "trainer.max_steps=2"),
+    *("trainer.precision=float64", "parallel.microbatches=4", "device=cpu", "comm.check=true"),
 ]
 
 
 def summary(run_dir: Path, *overrides: str, limit: int = 250) -> dict:
     words = [sys.executable, "-m", "spatialdl.train", *overrides, f"hydra.run.dir={run_dir}"]
     printed(words, run_dir.parent, limit)
-    return json.loads((run_dir / "summary.json").read_text())
+    return fitting.summary(run_dir)
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("none")
     words = [one for one in SMALL if not one.startswith("comm.check")]
-    fit(Trainer(composed("train", *words), SingleProcess()), run_dir)
-    return json.loads((run_dir / "summary.json").read_text())
+    fitting.train(run_dir, *words)
+    return fitting.summary(run_dir)
 
 
 @pytest.mark.slow
@@ -118,18 +105,12 @@ def test_a_preset_trains_on_its_ranks(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_quickstart_learns(tmp_path):
-    assert summary(tmp_path / "run", "experiment=quickstart")["validation"][-1]["accuracy"] > 0.9
-
-
-@pytest.mark.slow
-def test_volumes_are_learned(tmp_path):
-    found = summary(tmp_path / "run", "experiment=volumes")
-    assert found["validation"][-1]["mean_dice"] > 0.9
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_slides_are_learned_by_a_vit(tmp_path):
-    found = summary(tmp_path / "run", "experiment=vit_slide", limit=1700)  # 6 minutes on two cores
-    assert found["validation"][-1]["accuracy"] > 0.9
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [("quickstart", "accuracy"), ("volumes", "mean_dice"), ("vit_slide", "accuracy")],
+)
+def test_a_preset_learns(name, metric, tmp_path):
+    """The transformer takes 6 minutes on two cores."""
+    found = summary(tmp_path / "run", f"experiment={name}", limit=1700)
+    assert found["validation"][-1][metric] > 0.9

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import sys
 from pathlib import Path
 
@@ -14,6 +12,8 @@ from safetensors.torch import load_file
 
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.slides.reading.reader import Slide
+from tests.fitting import summary
+from tests.inference.evaluating.cases import read_rows
 from tests.processes import printed
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -37,13 +37,11 @@ def test_a_network_of_ones_own(ranks, tmp_path):
 def test_a_data_set_of_ones_own(tmp_path):
     out = run(tmp_path, sys.executable, str(EXAMPLES / "custom_dataset.py"), "--out", "stripes")
     assert "wrote 40 images" in out
-    summary = json.loads((tmp_path / "stripes" / "run" / "summary.json").read_text())
-    assert summary["world_size"] == 2
-    assert summary["validation"][-1]["accuracy"] > 0.5
-    keys = ("data/augment=light", "data.image_size=[48,72]")
-    out = run(
-        tmp_path, sys.executable, str(EXAMPLES / "show_augmentation.py"), "stripes/set", *keys
-    )
+    found = summary(tmp_path / "stripes" / "run")
+    assert found["world_size"] == 2
+    assert found["validation"][-1]["accuracy"] > 0.5
+    words = ("stripes/set", "data/augment=light", "data.image_size=[48,72]")
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "show_augmentation.py"), *words)
     assert "11 epochs of it: augmented.png" in out
     with Image.open(tmp_path / "augmented.png") as sheet:
         assert sheet.size == (6 * 76 - 4, 2 * 68 - 4)
@@ -56,11 +54,8 @@ def test_a_loss_of_ones_own(tmp_path):
     assert all(0 < loss < 1 for loss in losses)
     assert len(set(losses)) == 4
     assert max(differences) < 1e-13
-    ranks = [
-        json.loads(Path(tmp_path, "own_loss", p, "summary.json").read_text())
-        for p in ("none", "sp")
-    ]
-    assert [one["world_size"] for one in ranks] == [1, 2]
+    for layout, ranks in (("none", 1), ("sp", 2)):
+        assert summary(tmp_path / "own_loss" / layout)["world_size"] == ranks
 
 
 def test_a_network_is_fine_tuned(tmp_path):
@@ -99,8 +94,7 @@ def test_predictions_for_qupath(tmp_path):
     files = [path for path in named if path.suffix in (".geojson", ".tif")]
     assert len(files) == 5
     assert all((tmp_path / path).is_file() for path in files)
-    with (tmp_path / "q" / "predicted" / "predictions.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_rows(tmp_path / "q" / "predicted" / "predictions.csv")
     # most tiles are told as their mean colour says
     with Slide(tmp_path / "q" / "slide.tiff") as slide:
         found = [

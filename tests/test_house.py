@@ -138,14 +138,8 @@ def test_every_short_file_has_its_reason_on_the_page():
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-NEEDED = PROJECT["dependencies"] + [
-    one
-    for extra in (
-        *("mpi", "parquet", "slurm", "wandb", "mlflow", "volumes", "features", "lightning"),
-        *("dicom", "spatialdata", "tensorboard", "excel"),
-    )
-    for one in EXTRAS[extra]
-]
+USERS = set(EXTRAS) - {"dev", "proof", "docs"}
+NEEDED = [*PROJECT["dependencies"], *(one for name in USERS - {"all"} for one in EXTRAS[name])]
 PLUGINS = ROOT / "hydra_plugins"
 # through their own programs, libraries, or other packages
 NOT_IMPORTED = {"openslide-bin", "openmpi", "tensorboard", "sqlalchemy", "alembic"}
@@ -187,14 +181,13 @@ def test_what_is_imported_is_declared_and_used():
 def test_every_extra_for_users_is_in_the_documentation():
     pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     text = "".join(page.read_text() for page in pages)
-    users = set(EXTRAS) - {"dev", "proof", "docs"}
-    assert {extra for extra in users if f"[{extra}]" not in text} == set()
+    assert {extra for extra in USERS if f"[{extra}]" not in text} == set()
 
 
 def test_all_is_every_extra_for_users_but_that_of_mpi():
     (one,) = EXTRAS["all"]
     named = set(re.fullmatch(r"spatialdl\[([\w,]+)\]", one)[1].split(","))
-    assert named == set(EXTRAS) - {"dev", "proof", "docs", "all", "mpi"}
+    assert named == USERS - {"all", "mpi"}
 
 
 # --- private names of PyTorch: in one file

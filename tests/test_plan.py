@@ -96,9 +96,10 @@ def auto_config(*overrides: str):
 def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(two_ranks, capsys):
     given = auto_config("parallel.cluster=nvlink_node", "parallel.world=2", "parallel.cut=null")
     first = two_ranks.rows[0]
-    overrides = ["parallel=auto", "parallel.world=2", "parallel.cluster=nvlink_node", "seed=1"]
-    chosen, written = setup.choose_alone(given, overrides)
-    assert written == [*first.layout.overrides(), "seed=1"]
+    own = ["parallel=auto", "++parallel.cluster=nvlink_node", "parallel.device_memory_gb=9"]
+    others = ["+parallel.recompute=none", "seed=1"]
+    chosen, written = setup.choose_alone(given, [*own, "parallel.world=2", *others])
+    assert written == [*first.layout.overrides(), *others]
     assert chosen.parallel == composed("train", *first.layout.overrides()).parallel
     assert placement_of(chosen.parallel) == first.prediction.placement
     assert f"chosen: {' '.join(first.layout.overrides())}" in capsys.readouterr().out

@@ -25,7 +25,7 @@ from tests.inference.evaluating.cases import read_rows
 from tests.inference.predicting.runs import NETWORK, picture, train, write_slide
 from tests.inference.predicting.volumes import of_own, save, train_on_volumes, voxels
 from tests.mpi.training import small
-from tests.slides.tiled_tiffs import write_tiff
+from tests.slides.tiled_tiffs import spoil, write_tiff
 from tests.vision import import_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,11 +186,7 @@ def test_shards_are_predicted_as_in_validation(case, here):
 
 def test_a_slide_of_which_some_tiles_cannot_be_read_is_told_each_time(case, here):
     path = write_tiff(case / "torn.tif", [picture(203, 187)], side=64)
-    with tifffile.TiffFile(path) as file:
-        offset, count = file.pages[0].dataoffsets[5], file.pages[0].databytecounts[5]
-    content = bytearray(path.read_bytes())
-    content[offset : offset + count] = bytes(count)
-    path.write_bytes(content)
+    spoil(path, 5, "zero")
     words = ("ckpt_path=run", "slides=[torn.tif,b.tif]", "hydra.run.dir=torn", "maps=false")
     for again in (False, True):
         code, said = here(*words)
@@ -224,12 +220,8 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
     assert code == 1
     assert "a is already predicted" in said
     assert "b: 1 tile could not be read: cannot read images from" in said
-    assert [row["slide"] for row in read_rows(case / "damaged/predictions.csv")] == [
-        "a",
-        "a",
-        "b",
-        "b",
-    ]
+    slides = [row["slide"] for row in read_rows(case / "damaged/predictions.csv")]
+    assert slides == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize(
@@ -242,12 +234,17 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
         ("ckpt_path=run slides=a.tiff overlap=32", "overlap=32 must be less than tile_size=32"),
         ("ckpt_path=run slides=a.tiff classes=[x]", "classes=['x']: the network has no class x"),
         ("ckpt_path=run slide=a.tiff", "slide is unknown; nearest: slides"),
+        (
+            "ckpt_path=run slides=a.tiff table=xml",
+            "table=xml is not supported: use one of csv, ",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(words, sentence, here):
     code, said = here(*words.split(), "hydra.run.dir=wrong")
     assert code == 1
-    assert f"error: {sentence}" in said
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].startswith(f"error: {sentence}")
 
 
 def test_numbers_have_no_activation_maps(case, here):
@@ -262,11 +259,7 @@ def test_volumes_are_predicted_and_bad_files_are_reported(tmp_path, here, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "new").mkdir()
     volume = save(tmp_path / "new" / "whole.nii.gz", voxels((10, 9, 6)))
-    save(tmp_path / "new" / "flat.nii", voxels((10, 9, 6))[:, :, 0])
     save(tmp_path / "new" / "contrasts.nii", voxels((10, 9, 6, 2)))
-    holed = voxels((10, 9, 6)).astype(np.float32)
-    holed[3, 4, 5] = np.nan
-    save(tmp_path / "new" / "holed.nii", holed)
     save(tmp_path / "new" / "thick.nii", voxels((10, 9, 1)), np.diag([0.7, 0.8, 9, 1]))
     (tmp_path / "new" / "broken.nii").write_text("no volume")
     lost = tmp_path / "new" / "lost.tif"  # its last pages: it was predicted as a smaller volume
@@ -278,10 +271,8 @@ def test_volumes_are_predicted_and_bad_files_are_reported(tmp_path, here, monkey
     assert " tile" not in said
     for sentence in (
         "new/broken.nii: it is damaged, or not a NIfTI file",
-        "new/flat.nii: it has shape (10, 9), expected a volume",
         "new/lost.tif: it is damaged: ",
         "contrasts has 2 channels, the network was trained on 1",
-        "holed: 1 of 540 voxels read are NaN or infinite",
         "thick: its voxels are 9 x 0.8 x 0.7 mm",
         "training set has 2.5 x 0.805 x 0.704 mm",
     ):
@@ -290,7 +281,7 @@ def test_volumes_are_predicted_and_bad_files_are_reported(tmp_path, here, monkey
     good = {"whole", "thick"}
     assert status == {
         name: "processed" if name in good else "failed"
-        for name in ("broken", "contrasts", "flat", "holed", "lost", "thick", "whole")
+        for name in ("broken", "contrasts", "lost", "thick", "whole")
     }
     maps = {path.name.partition("-")[0] for path in (tmp_path / "q").glob("*.nii*")}
     assert maps == good

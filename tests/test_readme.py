@@ -161,20 +161,14 @@ def test_any_other_command_is_understood(words):
 def test_every_key_that_is_named_is_one():
     files = [*CONF.glob("*.yaml")]
     files += [file_of(group, choice) for group, choices in groups().items() for choice in choices]
-    known = {key.name for file in files for key in keys_of(file)} | {
-        g.replace("/", ".") for g in groups()
-    }
-    found = (
-        r"(?<![\w./-])((?:trainer|data|parallel|optimizer|scheduler|task|comm)(?:\.[a-z0-9_]+)+)"
-    )
+    known = {key.name for file in files for key in keys_of(file)}
+    known |= {group.replace("/", ".") for group in groups()}
+    kinds = "trainer|data|parallel|optimizer|scheduler|task|comm"
+    found = rf"(?<![\w./-])((?:{kinds})(?:\.[a-z0-9_]+)+)"
     named = set(re.findall(rf"`[^`\n]*?{found}", ALL)) | set(re.findall(rf"[ \"]{found}=", ALL))
     own = {"task.loss.gamma", "optimizer._target_", "task.loss._target_", "data.py"}
-    others = (
-        "data.dataset.",
-        "data.validation.",
-        "trainer.strategy.",
-        "trainer.fit",
-    )  # of users and of Lightning
+    # of users and of Lightning
+    others = ("data.dataset.", "data.validation.", "trainer.strategy.", "trainer.fit")
     named = {name for name in named if not name.startswith(others)}
     assert len(named) > 60
     assert sorted(named - known - own) == []
@@ -185,13 +179,16 @@ def test_a_predicting_command_is_understood(words):
     composed("predict", *words[1:])
 
 
+TOLD = ("parallel", "model", "optimizer", "task", "scheduler")
+
+
 def test_there_are_commands():
     assert len(commands("spatialdl.train")) >= 6
     assert len(commands("mpiexec")) >= 3
     assert {words[0] for words in OTHERS} == set(TAKES)
 
 
-@pytest.mark.parametrize("group", ["parallel", "model", "optimizer", "data", "task", "logger"])
+@pytest.mark.parametrize("group", [*TOLD, "data", "logger", "cluster"])
 def test_every_choice_that_is_named_is_there_and_the_other_way_round(group):
     prose = re.sub(r"^```python\n.*?^```$", "", ALL, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(rf"(?<![\w.]){group}=([a-z][\w+]+)", prose))
@@ -199,7 +196,7 @@ def test_every_choice_that_is_named_is_there_and_the_other_way_round(group):
     named = {one for one in named if rewritten(f"{group}={one}") == f"{group}={one}"}
     there = set(groups()[group])
     assert named <= there
-    if group in ("parallel", "model", "optimizer", "task"):
+    if group in TOLD:
         assert named == there
 
 

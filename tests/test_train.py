@@ -42,9 +42,6 @@ sys.modules[trainer.__name__] = trainer
 NETWORK = """
 import numpy as np
 import torch
-class Network(torch.nn.Module):
-    def __init__(self, num_classes, depth=2): ...
-def keyword_only(*, depth=2): ...
 class Rows(list):
     def __init__(self):
         super().__init__((np.zeros((2, 8, 3), np.uint8), number // 7) for number in range(8))
@@ -54,8 +51,9 @@ def broken(num_classes): raise KeyError("no such thing")
 """
 
 
+SP = "parallel=sp"
 ROWS = [
-    *("parallel=sp", "data=dataset", "data.dataset._target_=networks.Rows"),
+    *(SP, "data=dataset", "data.dataset._target_=networks.Rows"),
     *("data.num_classes=1", "data.batch_size=2"),
 ]
 
@@ -84,6 +82,7 @@ def inside(tmp_path, monkeypatch, capsys):
     """Runs the command in this process; what it would train or start is written down."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "networks.py").write_text(NETWORK)
+    torch.save({"0.weight": torch.zeros(7, 7)}, tmp_path / "other.pt")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "networks", raising=False)  # of another test
     calls: list[tuple] = []
@@ -109,20 +108,6 @@ def inside(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("model._target_=networks.broken", "^error: model=networks.broken cannot be built: .*no"),
-        ("model._target_=networks.linear weights=other.pt", r"(?s)^error: .*other\.pt.*7x7"),
-    ],
-)
-def test_errors_of_an_own_network_come_before_ranks_start(words, said, inside, tmp_path):
-    torch.save({"0.weight": torch.zeros(7, 7)}, tmp_path / "other.pt")
-    code, errors, calls = inside("parallel=sp", *words.split())
-    assert (code, calls) == (1, [])
-    assert re.search(said, errors)
-
-
 def test_one_rank_trains_in_this_process(inside, tmp_path):
     code, errors, [(config, run_dir)] = inside("seed=7", "hydra.run.dir=out")
     assert (code, errors) == (0, "")
@@ -131,16 +116,30 @@ def test_one_rank_trains_in_this_process(inside, tmp_path):
     assert "hydra" not in config
     assert (run_dir / ".hydra" / "config.yaml").exists()
     assert OmegaConf.is_struct(config)
+    assert (config.trainer.max_steps, config.trainer.max_epochs) == (None, 1)
+    *_, (config, _) = inside("trainer.max_steps=90", "hydra.run.dir=other")[2]
+    assert (config.trainer.max_steps, config.trainer.max_epochs) == (90, None)
 
 
-def test_several_ranks_are_started_with_this_jobs_configuration(inside, tmp_path):
-    code, _, [(ranks, module, arguments)] = inside(
-        "parallel=sp+pp", "data.image_size=[33,47]", "hydra.run.dir='it\\'s, here'"
-    )
-    assert (code, ranks, module) == (0, 3, "spatialdl.train")
+@pytest.fixture
+def mine(tmp_path):
+    """A configuration of the user's, model=net."""
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    network = "_target_: spatialdl.models.resnet18\nwidth: 5\n"
+    (tmp_path / "mine" / "model" / "net.yaml").write_text(network)
+
+
+@pytest.mark.usefixtures("mine")
+def test_several_ranks_are_started_with_this_jobs_configuration(inside, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(train, "start_ranks", lambda *call, **_: started.append(call) or 137)
+    words = ("parallel=sp+pp", "model=net", "data.image_size=[33,47]")
+    assert inside("--config-dir", "mine", *words, "hydra.run.dir='it\\'s, here'")[0] == 137
     quoted = str(tmp_path / "it's, here").replace("'", "\\'")
+    [(ranks, module, arguments)] = started
+    assert (ranks, module) == (3, "spatialdl.train")
     assert arguments == [
-        *("--config-name", "train", "parallel=sp+pp", "data.image_size=[33,47]"),
+        *("--config-name", "train", "--config-dir", f"{tmp_path}/mine", *words),
         *(f"hydra.run.dir='{quoted}'", "hydra.output_subdir=null"),
     ]
 
@@ -184,14 +183,16 @@ def test_regions_of_several_sizes_start_no_rank(inside, tmp_path):
         (["-m", "parallel=dp,non"], "error: parallel=non is unknown; nearest: parallel=none;"),
         (["data=shards"], "error: data.path has no value: add data.path=..."),
         (["comm.map=ture"], "error: comm.map=ture must be true or false"),
-        (
-            ["parallel=auto", "parallel.world=2", "trainer.precision=bf16-mixed"],
-            "plan with float32",
-        ),
+        (["parallel=auto", "parallel.world=2", "trainer.precision=fp16-mixed"], "with float32"),
         (["parallel=dp", "parallel.data=4000", "data.batch_size=4000"], "error: 4000 ranks are"),
         ([*ROWS, "parallel.grid=[3,1]"], "error: an image of 2x8 is smaller than the grid 3x1"),
         (ROWS, "error: sample 7 of data.dataset (networks.Rows): the class is 1, expected 0 to 0"),
         (["model._target_=networks.Nothing"], "error: model._target_=networks.Nothing cannot be"),
+        ([SP, "model._target_=networks.broken"], "error: model=networks.broken cannot be built: "),
+        (
+            [SP, "model._target_=networks.linear", "weights=other.pt"],
+            "other.pt does not match this",
+        ),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(inside, arguments, text):
@@ -202,44 +203,6 @@ def test_a_mistake_is_told_without_a_traceback(inside, arguments, text):
     assert not calls
     assert not any(Path("outputs").glob("*"))
     assert not Path("multirun").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["model._target_=networks.Network", "model.depth=4"], {"num_classes": 10, "depth": 4}),
-        (
-            ["model._target_=networks.keyword_only", "model.num_classes=3", "model.sub.key=1"],
-            {"num_classes": 3, "sub": {"key": 1}},
-        ),
-        (["model.width=8"], {"num_classes": 10, "in_channels": 3, "width": 8}),
-    ],
-)
-def test_a_network_of_the_users_gets_the_keys_it_takes(inside, arguments, expected):
-    config = inside(*arguments)[2][0][0]
-    found = OmegaConf.to_container(config.model, resolve=True)
-    del found["_target_"]
-    assert found == expected
-
-
-def test_configurations_of_the_users_are_found_on_the_ranks_whose_exit_code_is_passed_on(
-    inside, tmp_path, monkeypatch
-):
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "net.yaml").write_text("_target_: torch.nn.Identity\n")
-    started = []
-    monkeypatch.setattr(train, "start_ranks", lambda *call, **_: started.append(call) or 137)
-    assert inside("--config-dir", "mine", "model=net", "parallel=dp")[0] == 137
-    assert started[0][2][2:5] == ["--config-dir", f"{tmp_path}/mine", "model=net"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "steps", "epochs"),
-    [([], None, 1), (["trainer.max_steps=90"], 90, None)],
-)
-def test_a_run_ends_after_an_epoch_unless_told_otherwise(inside, arguments, steps, epochs):
-    settings = inside(*arguments)[2][0][0].trainer
-    assert (settings.max_steps, settings.max_epochs) == (steps, epochs)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -267,6 +230,7 @@ def test_what_runs_nothing_leaves_no_run_directory(inside, tmp_path, monkeypatch
     (tmp_path / "used" / "notes.txt").write_text("mine")
     before = contents(tmp_path)
     assert inside(*small)[0] == 0
+    assert inside(*small, SP, "parallel.grid=[2,99]")[0] == 1
     monkeypatch.setattr("spatialdl.planning.fakecomm.look", lambda config, errors: not errors)
     assert inside(*small, "hydra.run.dir=out")[0] == 0
     assert inside(*small, "hydra.run.dir=used")[0] == 0
@@ -304,12 +268,6 @@ def test_no_pickle_of_a_run_directory_is_loaded(inside, tmp_path):
     assert not (tmp_path / "loaded").exists()
 
 
-def test_help_is_ours_and_runs_nothing(inside, tmp_path, capsys):
-    code, errors, calls = inside("--help", "parallel=sp")
-    assert (code, errors, calls) == (0, "", [])
-    assert not list(tmp_path.glob("outputs"))
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -334,12 +292,10 @@ def test_ranks_of_a_launcher_are_refused(words, said, tmp_path, monkeypatch):
 # --- real processes
 
 
+@pytest.mark.usefixtures("mine")
 def test_one_process_starts_its_ranks_in_one_run_directory_and_passes_an_error_on(
     command, tmp_path
 ):
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    network = "_target_: spatialdl.models.resnet18\nwidth: 5\n"
-    (tmp_path / "mine" / "model" / "net.yaml").write_text(network)
     done = command("-cd", "mine", "model=net", "parallel=sp", "model.width=8", "seed=1001")
     assert done.returncode == 1
     said = f"rank 1 on {os.uname().nodename}: seed 1001 is not to my liking\n"

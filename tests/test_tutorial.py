@@ -26,12 +26,9 @@ AT_LEAST = {
     ),
     "volumes": ("volume_run/report.html", "volume_predicted/volumes.csv"),
 }
-YOURS = {
-    "labels.csv",
-    "splits.csv",
-    "metrics.csv",
-    "process_list.csv",
-}  # files that pages name without a folder
+YOURS = {"labels.csv", "splits.csv", "metrics.csv", "process_list.csv"}
+"""Files that pages name without a folder."""
+PROCESSED = {"own-slides": "tiles_predicted/slides.csv", "volumes": "volume_predicted/volumes.csv"}
 
 
 def words_of(line: str) -> list[str]:
@@ -68,10 +65,6 @@ def test_every_command_of_a_tutorial_works(name, tmp_path):
         metrics = read_rows(tmp_path / "evaluated" / "metrics.csv")
         found = {(row["level"], row["metric"]) for row in metrics}
         assert {("slide", "accuracy"), ("patient", "accuracy")} <= found
-    for of, table in (
-        ("own-slides", "tiles_predicted/slides"),
-        ("volumes", "volume_predicted/vol"),
-    ):
-        if name == of:
-            rows = read_rows(next(tmp_path.glob(f"{table}*.csv")))
-            assert [row["status"] for row in rows] == ["processed"] * 4
+    if name in PROCESSED:
+        rows = read_rows(tmp_path / PROCESSED[name])
+        assert [row["status"] for row in rows] == ["processed"] * 4

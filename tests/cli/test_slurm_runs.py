@@ -114,17 +114,6 @@ def test_a_sweep_is_an_array_of_what_asks_for_the_same(submitted, tmp_path):
     assert files == {"jobs.csv", "12_submission.sh"}  # and nothing pickled
 
 
-def test_a_run_in_the_directory_of_another_is_submitted_and_changes_nothing_yet(
-    submitted, tmp_path
-):
-    (tmp_path / "out" / ".hydra").mkdir(parents=True)
-    files = [tmp_path / "out" / ".hydra" / "config.yaml", tmp_path / "out" / "train.log"]
-    for file in files:
-        file.write_text("of the first run")
-    assert submitted("parallel=dp", "hydra.run.dir=out")[0] == 0
-    assert [file.read_text() for file in files] == ["of the first run"] * 2
-
-
 def test_runs_that_ask_for_something_else_are_arrays_of_their_own(submitted):
     code, out = submitted("-m", "parallel=sp,sp+pp", "seed=0,1", "hydra.sweep.dir=sweep")
     assert code == 0
@@ -146,15 +135,14 @@ def test_one_run_is_one_job(submitted, tmp_path):
     assert f"output='{tmp_path}/it'\"'\"'s here/slurm/%j.log'" in options
     assert "# setup\na\nb c\n" in Path("given", "12").read_text()
     assert words_of(commands)[6] == f"{tmp_path}/it's here"
+    # the run may wait for the directory of another, and changes nothing there yet
+    assert [one.name for one in Path("it's here").iterdir()] == ["slurm"]
     assert re.search(r"^12 +2  parallel=dp  it's here +it's here/slurm/12\.log$", out, re.MULTILINE)
 
 
 def test_where_a_layout_is_found_in_the_job_the_user_says_how_many_ranks(submitted):
     assert submitted("parallel=auto", "parallel.world=5", "hydra.run.dir=run")[0] == 0
     assert "ntasks=5" in given()[0]
-    code, err = submitted("parallel=auto", "hydra.run.dir=run")
-    assert code == 1
-    assert err.startswith("error: parallel=auto needs a number of ranks: add parallel.wor")
 
 
 def test_what_a_site_needs_is_a_file(submitted):
@@ -172,12 +160,14 @@ def test_what_a_site_needs_is_a_file(submitted):
     ("words", "told"),
     [
         (["parallel=sp", "launcher.nodes=3"], "launcher.nodes=3, but the layout has 2 ranks: use"),
+        (["parallel=auto"], "parallel=auto needs a number of ranks: add parallel.wor"),
         (["launcher.partion=x"], "launcher.partion is unknown; nearest: launcher.partition"),
         (["launcher=slrum"], "launcher=slrum is unknown; nearest: launcher=slurm"),
         (["launcher=local", "launcher.nodes=2"], "launcher.nodes is a key of launcher=slurm, but"),
         (["debug=fakecomm"], "debug=fakecomm needs no job: omit launcher=slurm"),
         (["data.batch_size=0"], "data.batch_size=0"),
         (["hydra.run.dir='a%j'"], "contains %, which Slurm expands"),
+        (["-m", "data.batch_size=2,0"], "data.batch_size=0 of the sweep; none was submitted)\n"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, tmp_path):
@@ -188,21 +178,13 @@ def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, 
     assert list((tmp_path / "given").iterdir()) == []
 
 
-def test_a_mistake_in_one_run_of_a_sweep_keeps_all_back(submitted, tmp_path):
-    code, err = submitted("-m", "data.batch_size=2,0", "hydra.sweep.dir=sweep")
-    assert code == 1
-    assert err.endswith("(run launcher=slurm data.batch_size=0 of the sweep; none was submitted)\n")
-    assert list((tmp_path / "given").iterdir()) == []
-
-
 @pytest.mark.parametrize("words", [["hydra.run.dir=run"], ["-m", "hydra.sweep.dir=run"]])
 def test_what_sbatch_says_is_passed_on(submitted, words, tmp_path):
     (tmp_path / "refuse").write_text("gup")
     code, err = submitted("launcher.partition=gup", *words)
     assert code == 1
-    assert (
-        err == "error: sbatch rejected the job: sbatch: error: invalid partition specified: gup\n"
-    )
+    said = "sbatch: error: invalid partition specified: gup\n"
+    assert err == f"error: sbatch rejected the job: {said}"
 
 
 @pytest.mark.parametrize(
@@ -243,25 +225,17 @@ def launcher(*overrides: str) -> DictConfig:
         (1, 1, None, (1, 1)),
         (7, 2, 4, (2, 4)),
         (2, 2, 4, (2, 2)),
+        (2, 3, None, r"launcher\.nodes=3, but the layout has 2 ranks: use at most 2"),
+        (1, 2, 1, r"launcher\.nodes=2, but the layout has 1 rank: use at most 1"),
+        (9, 2, 4, r"has 9 ranks, but launcher\.nodes=2 x launcher\.tasks_per_node=4"),
     ],
 )
 def test_ranks_share_nodes(ranks, nodes, each, expected):
-    assert on_nodes(ranks, nodes, each) == expected
-    if None not in expected:
-        assert expected[0] * expected[1] >= ranks
-
-
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "each", "told"),
-    [
-        (2, 3, None, r"launcher\.nodes=3, but the layout has 2 ranks: use at most 2"),
-        (1, 2, 1, r"launcher\.nodes=2, but the layout has 1 rank: use at most 1"),
-        (*(9, 2, 4), r"the layout has 9 ranks, but launcher\.nodes=2 x launcher\.tasks_per_node=4"),
-    ],
-)
-def test_ranks_that_do_not_fit_are_told_the_arithmetic(ranks, nodes, each, told):
-    with pytest.raises(ValueError, match=told):
-        on_nodes(ranks, nodes, each)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            on_nodes(ranks, nodes, each)
+    else:
+        assert on_nodes(ranks, nodes, each) == expected
 
 
 def test_what_is_not_said_is_left_to_the_site():

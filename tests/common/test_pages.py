@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import jinja2
 import pytest
@@ -45,7 +44,6 @@ def test_a_name_without_a_value_leaves_the_page_before(tmp_path: Path, package: 
     with pytest.raises(jinja2.UndefinedError, match="name"):
         save_page(tmp_path / "a.html", package)
     assert (tmp_path / "a.html").read_text() == "before"
-    assert [path.name for path in tmp_path.iterdir()] != []
 
 
 @pytest.mark.parametrize(
@@ -67,23 +65,10 @@ def test_pages_take_head_and_colours_from_the_common_one(package: str) -> None:
     assert used <= set(re.findall(r"(--[\w-]+):", text + common))
 
 
-def figure() -> Figure:
-    made = Figure(figsize=(2, 1))
-    panel = made.subplots()
-    panel.plot([0, 1], [1, 0])
-    panel.set_title("a < b & c")
-    return made
-
-
-def test_a_figure_is_one_element_with_its_words_as_text() -> None:
-    text = as_svg(figure())
-    root = ElementTree.fromstring(text)
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    words = [
-        "".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")
-    ]
-    assert "a < b & c" in words
-
-
 def test_the_same_figure_gives_the_same_text() -> None:
-    assert as_svg(figure()) == as_svg(figure())
+    def drawn() -> str:
+        figure = Figure(figsize=(2, 1))
+        figure.subplots().plot([0, 1], [1, 0])
+        return as_svg(figure)
+
+    assert drawn() == drawn()

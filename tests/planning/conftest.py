@@ -46,8 +46,27 @@ def network() -> nn.Sequential:
     return nn.Sequential(block(8), block(8), block(8), block(8), head)
 
 
+def planned(
+    model: nn.Module, image: tuple[int, ...], batch: int = 4, segments: bool = False
+) -> PlannedJob:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    return PlannedJob(model, image, batch, sgd, segments=segments, on_cpu=False)
+
+
 @pytest.fixture
 def job() -> PlannedJob:
     """Eight images of 8 channels, 16 x 12, without an optimizer's state."""
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    return PlannedJob(network(), (8, 16, 12), 8, optimizer, on_cpu=False)
+    return planned(network(), (8, 16, 12), 8)
+
+
+class Writing(nn.Module):
+    """Its channels cannot be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        y[:, 2] = 0
+        return y

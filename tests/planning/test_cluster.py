@@ -26,11 +26,7 @@ def test_a_rate_has_a_part_for_itself_one_for_operations_and_one_for_bytes():
 
 
 def test_kinds_without_a_rate_take_a_similar_one(paper):
-    work = [
-        RankOperation("conv_input", 1e9, 0),
-        RankOperation("matmul", 1e9, 0),
-        RankOperation("pool", 1e9, 0),
-    ]
+    work = [RankOperation(kind, 1e9, 0) for kind in ("conv_input", "matmul", "pool")]
     assert paper.seconds(work, 1) == pytest.approx(2)
 
 

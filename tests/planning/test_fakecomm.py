@@ -67,7 +67,7 @@ def test_sizes_memory_and_halos(capsys):
     assert "32 to 33 x 48" in first
     assert "17 x 12" in second
     cluster = cluster_named(cluster_file("infiniband"))
-    job = job_of(config(*given_again(given)), cluster)
+    job = job_of(given, cluster)
     placement = placement_of(given.parallel)
     schedule = schedule_of(given.parallel, placement)
     memory = predict(job, cluster, placement, schedule, "none").memory
@@ -77,24 +77,11 @@ def test_sizes_memory_and_halos(capsys):
         assert any(f"with stage {stage} " in one and told in one for one in text.splitlines())
 
 
-def test_boxes_are_told_by_rank(capsys):
-    assert look(config("parallel=sp", "parallel.grid=[2,1]", "comm.map=true"))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    at = lines.index(["rank", "replica", "stage", "rows", "columns"])
-    assert lines[at + 1 : at + 3] == [
-        *(["0", "0", "0", "0:32", "0:48"], ["1", "0", "0", "32:65", "0:48"]),
-    ]
-
-
 def convolutions(num_classes, in_channels):
     """Of 5 channels, then of 7."""
     conv, pool = torch.nn.Conv3d, torch.nn.AdaptiveAvgPool3d
     maps = conv(in_channels, 5, 3, padding=1), conv(5, 7, 3, padding=1), pool(1)
     return torch.nn.Sequential(*maps, torch.nn.Flatten(), torch.nn.Linear(7, num_classes))
-
-
-def given_again(given: DictConfig) -> list[str]:
-    return ["parallel=sp+pp", "parallel.cut=[layer2]", "parallel.microbatches=3"]
 
 
 def test_halos_are_those_of_arithmetic_by_hand(capsys):
@@ -135,18 +122,17 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(capsys):
         ),
         (["parallel=sp", "parallel.grid=[2,99]"], ["65x48 is smaller than the grid 2x99"]),
         (["parallel=lp", "parallel.stages=99"], ["cannot be cut into 99 stages"]),
-        (
-            ["parallel=sp", "task=segmentation"],
-            ["the network returns (6, 10) for 6 masks of 65x48"],
-        ),
+        (["parallel=sp", "task=segmentation"], ["returns (6, 10) for 6 masks of 65x48, but task"]),
+        (["parallel=sp", "model=unet", "task=multilabel"], ["for 6 images with 10 classes each"]),
         (["parallel=sp+lp", "parallel.cut=[layr2]"], ["the network calls no module 'layr2'"]),
         (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid must"]),
         (["parallel=sp", "task.class_weights=[1]"], ["task.class_weights has 1 weights for 10"]),
         (["trainer.freeze=[zz.*]"], ["no parameter matches zz.*"]),
         (
-            ["weights=gone", "ckpt_path=nowhere"],
-            ["weights=gone is not", "ckpt_path=nowhere"],
+            ["parallel.stream=[2,2]", "parallel.stream_to=/scratch"],
+            ["has no effect without trainer.memory_limit_gb"],
         ),
+        (["weights=gone", "ckpt_path=nowhere"], ["weights=gone is not", "ckpt_path=nowhere"]),
         (["parallel=sp", "model.num_classes=x"], ["model=spatialdl.models.resnet18 cannot be bu"]),
     ],
 )
@@ -167,16 +153,6 @@ def test_what_is_refused_is_told_with_its_line(capsys):
     assert "refused: torch.Tensor.cumsum at " in text
     assert "in inner.1 (Cumulated)" in text
     assert text.endswith("it would not run: 4 problems\n")
-
-
-def test_the_command_tells_by_its_exit_code(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "launched", lambda: None)
-    monkeypatch.setattr("sys.argv", ["train.py", *SMALL, "parallel=sp", "parallel.grid=[2,99]"])
-    with pytest.raises(SystemExit) as ended:
-        train.main()
-    assert ended.value.code == 1
-    assert "it would not run: 1 problem" in capsys.readouterr().out
 
 
 def test_channels_are_divided(capsys):
@@ -216,18 +192,3 @@ def test_virtual_tiles_have_memory_and_a_store(capsys):
     assert text.endswith("it would run\n")
     assert look(config("parallel.stream=[2,2]"))
     assert "all activations stay in memory, without trainer.mem" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["parallel.tensor=2"], "parallel.tensor=2 does not support virtual tiles"),
-        (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not"),
-        (["parallel.stream=auto"], "needs a memory limit: set trainer.memory_limit"),
-        (["parallel.stream_to=/scratch"], "has no effect without trainer.memory_limit_gb"),
-        (["data.image_size=[1,48]"], "1x48 is smaller than the 2x2 virtual tiles"),
-    ],
-)
-def test_what_does_not_go_with_virtual_tiles_is_named(words, sentence, capsys):
-    assert not train._print_preflight(config("parallel.stream=[2,2]", *words), words)
-    assert sentence in capsys.readouterr().out

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.layout.placement import Placement
@@ -17,6 +16,7 @@ from spatialdl.planning.setup import job_of
 from spatialdl.planning.stage import stage_costs
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.trainer import Trainer
+from tests.composing import composed
 from tests.fitting import fit
 
 ONE = (1, 1)
@@ -156,16 +156,10 @@ def test_a_training_step_stores_at_least_what_is_predicted(paper, tmp_path):
     words = (
         "task=segmentation model=unet model.width=8 model.depth=2 parallel.stream=[2,2] "
         "data.batch_size=2 parallel.microbatches=2 data.image_size=[200,210] "
-        "trainer.memory_limit_gb=0.00375"
+        "trainer.memory_limit_gb=0.00375 data.samples=2 trainer.max_steps=1 "
+        "data.validation_samples=0 trainer.report=false"
     )
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose(
-            "train",
-            [
-                *(*words.split(), f"parallel.stream_to={tmp_path}", "device=cpu", "data.samples=2"),
-                *("trainer.max_steps=1", "data.validation_samples=0", "trainer.report=false"),
-            ],
-        )
+    config = composed("train", *words.split(), f"parallel.stream_to={tmp_path}", "device=cpu")
     placement = placement_of(config.parallel, 2)
     schedule, planned = schedule_of(config.parallel, placement), job_of(config, paper)
     (use,) = predict(planned, paper, placement, schedule, config.parallel.recompute).stores

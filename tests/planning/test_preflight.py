@@ -19,15 +19,8 @@ from spatialdl.planning.costs import count
 from spatialdl.planning.preflight import dry_loss, preflight
 from spatialdl.planning.program import Program
 from spatialdl.training.tasks.losses import classification_loss, segmentation_loss
-from spatialdl.training.tasks.segmentation import Segmentation
-from spatialdl.training.tasks.task import Classification, MultiLabel, Regression
+from tests.planning.conftest import Writing
 
-TASKS = {
-    "classification": Classification(),
-    "segmentation": Segmentation(3),
-    "multilabel": MultiLabel(),
-    "regression": Regression(),
-}
 TWO = Placement(1, ((2, 1),))
 THREE = Placement(1, ((2, 1), (1, 1)))
 SHAPE = (2, 3, 33, 18)
@@ -183,31 +176,6 @@ def test_a_gathered_head_is_not_refused():
     assert "has no module 'sortet'" in missing.errors[0]
 
 
-@pytest.mark.parametrize(
-    ("network", "task", "sentence"),
-    [
-        (unet, "classification", "the network returns (2, 3, 32, 16) for 2 images, but task="),
-        (resnet18, "segmentation", "the network returns (2, 3) for 2 masks of 32x16, but task="),
-        (resnet18, "multilabel", "the network returns (2, 3) for 2 images with 4 classes each, "),
-        (resnet18, "regression", "the network returns (2, 3) for 2 images with 4 targets each, "),
-        (None, "classification", "the network returns (2, 3, 8, 9, 7) for 2 images, but task="),
-        (None, "segmentation", None),
-    ],
-)
-def test_an_output_that_does_not_fit_the_task_is_an_error(network, task, sentence):
-    given = (nn.Conv3d(1, 3, 3, padding=1), Placement(1, ((2, 1, 1),)), (2, 1, 8, 9, 7))
-    if network is not None:
-        given = (network(num_classes=3, width=4), TWO, (2, 3, 32, 16))
-    found = preflight(
-        *given,
-        criterion=TASKS[task].loss,
-        segments=task == "segmentation",
-        columns=4 if task in ("multilabel", "regression") else None,
-    )
-    errors = [error[: len(sentence or "")] for error in found.errors]
-    assert errors == ([] if sentence is None else [sentence])
-
-
 def test_the_network_stays_as_it_is():
     model = Refused()
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -294,16 +262,6 @@ def test_stages_that_divide_channels_run_with_those_of_a_rank():
 
 
 def test_what_cannot_be_done_on_some_channels_is_an_error():
-    class Writing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x):
-            y = self.conv(x)
-            y[:, 2] = 0
-            return y
-
     found = preflight(Writing(), Placement(1, ((1, 1),), tensor=(2,)), (2, 3, 16, 16))
     (error,) = found.errors
     assert "it would modify a copy" in error

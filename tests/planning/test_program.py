@@ -13,7 +13,7 @@ from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import borders
 from spatialdl.pipeline.stage import Stage
 from spatialdl.planning.costs import count
-from spatialdl.planning.program import LargestTile, Program, largest_part, local
+from spatialdl.planning.program import LargestTile, Program, local
 from spatialdl.spatial.meta import meta_copy
 
 IMAGE = (3, 32, 24)
@@ -66,14 +66,6 @@ def test_cuts_weights_and_what_passes_are_those_of_the_runtime(model, widths, ag
 # --- job
 
 
-def test_bounds_are_those_of_the_cut(job):
-    assert job.bounds((1,)) == [0, 11]
-    for widths in ((1, 1), (2, 1, 1), (4, 1)):
-        stages = cut(job.model, widths, None, job.image)
-        lengths = [len(stage.paths) for stage in stages if isinstance(stage, Stage)]
-        assert lengths == [b - a for a, b in pairwise(job.bounds(widths))]
-
-
 def test_many_samples_cost_what_they_would_if_counted(job):
     found = job.costs(8, (2, 1), again=False)
     assert found == count(job.program(), (8, *job.image), (2, 1), on_cpu=False)
@@ -101,11 +93,6 @@ def test_what_the_optimizer_does_is_counted_step_by_step(job):
 
 
 # --- tile
-
-
-def test_the_rank_with_the_largest_tile_and_most_neighbours_counts():
-    assert largest_part(Layout.even(1, (12, 12), (3, 3))) == 4
-    assert largest_part(Layout.even(1, (7, 4), (2, 1))) == 1
 
 
 @pytest.mark.parametrize(

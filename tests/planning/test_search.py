@@ -1,19 +1,17 @@
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import unet
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.search import LayoutKeys, NothingFits, grids, layouts, limit, search, table
 from spatialdl.training.layouts import placement_of, schedule_of
 from tests.composing import composed
+from tests.planning.conftest import planned
 
 
 @pytest.fixture
@@ -65,8 +63,7 @@ def test_dense_layers_of_few_images_divide_their_channels(figures, base):
     cluster = cluster_of(figures | {"rates": rates | {"pointwise": {"bytes_per_second": 1e30}}})
     dense = (nn.Linear(3 * 8 * 8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
     model = nn.Sequential(nn.Flatten(), *dense, nn.Linear(512, 8))
-    job = PlannedJob(model, (3, 8, 8), 4, functools.partial(torch.optim.SGD, lr=0.1), on_cpu=False)
-    first = search(job, cluster, base, 4, None, show=False)[0]
+    first = search(planned(model, (3, 8, 8)), cluster, base, 4, None, show=False)[0]
     assert first.layout.overrides() == ["parallel=none", "parallel.tensor=4"]
     weights = sum(one.nbytes for one in model.parameters())
     assert first.memory < weights
@@ -85,13 +82,6 @@ def test_large_worlds_may_divide_one_volume():
     assert LayoutKeys("sp", tuple(keys)) in list(layouts(512, 1, 50, 3))
 
 
-def test_the_fastest_comes_first(job, paper, base):
-    rows = search(job, paper, base, 4, None, show=False)
-    seconds = [row.prediction.seconds for row in rows]
-    assert seconds == sorted(seconds)
-    assert len(rows) > 20
-
-
 def test_what_does_not_fit_is_not_listed(job, paper, base):
     everything = search(job, paper, base, 2, None, show=False)
     most = sorted(row.memory for row in everything)
@@ -106,17 +96,8 @@ def test_what_does_not_fit_is_not_listed(job, paper, base):
 
 
 def test_if_nothing_fits_the_nearest_is_told(job, paper, base):
-    with pytest.raises(
-        NothingFits,
-        match=r"no layout for 2 ranks fits 0\.00 GB per rank: the closest one, parallel=.*",
-    ):
+    with pytest.raises(NothingFits, match=r"2 ranks fits 0\.00 GB per rank: the closest one, para"):
         search(job, paper, base, 2, 1000, show=False)
-
-
-def test_a_world_is_a_number_of_ranks(job, paper, base):
-    for world in (0, "two"):
-        with pytest.raises(ValueError, match=f"world={world} must be a whole number of at least 1"):
-            search(job, paper, base, world, None, show=False)
 
 
 def test_more_ranks_than_there_is_work_for_are_refused(job, paper, base):
@@ -126,9 +107,7 @@ def test_more_ranks_than_there_is_work_for_are_refused(job, paper, base):
 
 
 def test_layouts_with_stages_are_found_for_networks_that_are_no_chain(paper, base):
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    model = unet(num_classes=3, width=4, depth=2)
-    job = PlannedJob(model, (3, 32, 24), 4, optimizer, segments=True, on_cpu=False)
+    job = planned(unet(num_classes=3, width=4, depth=2), (3, 32, 24), segments=True)
     rows = search(job, paper, base, 2, None, show=False)
     names = {row.layout.name for row in rows}
     assert {"dp", "sp", "lp", "pp", "gems"} <= names
@@ -151,8 +130,7 @@ class Handing(nn.Module):
 
 
 def test_networks_that_cannot_be_cut_have_other_layouts_and_the_table_says_why(paper, base):
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    job = PlannedJob(Handing(), (3, 8, 8), 4, optimizer, on_cpu=False)
+    job = planned(Handing(), (3, 8, 8))
     rows = search(job, paper, base, 2, None, show=False)
     found = {" ".join(row.layout.overrides()[:2]) for row in rows}
     divided = "parallel=none parallel.tensor=2"
@@ -165,13 +143,12 @@ def test_networks_that_cannot_be_cut_have_other_layouts_and_the_table_says_why(p
 def test_without_a_limit_of_the_users_it_is_the_memory_of_the_cluster(paper):
     assert limit(None, paper, 2) == paper.memory_bytes(2) == 1e9
     assert limit(0.25, paper, 2) == 2.5e8
-    for given in (0, "two"):
-        with pytest.raises(ValueError, match="must be more than 0"):
-            limit(given, paper, 2)
 
 
-def test_columns_are_in_the_units_of_their_heads(job, paper, base):
+def test_the_fastest_comes_first_and_columns_are_in_the_units_of_their_heads(job, paper, base):
     rows = search(job, paper, base, 2, None, show=False)
+    seconds = [row.prediction.seconds for row in rows]
+    assert seconds == sorted(seconds)
     first, _, head, *lines = table(rows[:4], job, paper, len(rows)).splitlines()
     assert first.endswith(f"8 images of 16x12 per step on paper: 4 of {len(rows)} layouts")
     assert head.split("  ")[-1] == "layout"

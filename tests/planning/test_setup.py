@@ -145,11 +145,3 @@ def test_what_was_asked_stays_as_it_is(capsys):
 def test_channels_are_not_divided_by_both(word):
     with pytest.raises(ValueError, match=f"leave parallel.{word.split('=', maxsplit=1)[0]}=.* out"):
         setup.choose(config_for_auto(f"parallel.{word}"), 2)
-
-
-def test_words_of_auto_alone_are_not_handed_on():
-    own = ["++parallel.cluster=nvlink_node", "parallel.world=1", "parallel.device_memory_gb=9"]
-    words = [*own, "+parallel.recompute=none", "seed=3"]
-    _, written = setup.choose_alone(config_for_auto(*own[1:]), [*WORDS, *words])
-    assert written[-5:] == [*WORDS[:3], *words[3:]]
-    assert not any("cluster" in word or "world" in word or "device" in word for word in written)

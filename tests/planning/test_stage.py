@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -25,6 +24,7 @@ from spatialdl.planning.stage import stage_costs
 from spatialdl.spatial.meta import meta_copy
 from spatialdl.spatial.random import keyed
 from spatialdl.spatial.streaming.ledger import Ledger
+from tests.planning.conftest import Writing, planned
 
 ONE = (1, 1)
 PIXELS = 10 * 7
@@ -47,10 +47,7 @@ def weights(*convolutions):
 
 
 def chain(*layers):
-    return PlannedJob(nn.Sequential(*layers), (3, 10, 7), 8, sgd, on_cpu=False)
-
-
-sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    return planned(nn.Sequential(*layers), (3, 10, 7), 8)
 
 
 @pytest.fixture
@@ -199,7 +196,7 @@ def test_what_crosses_stages_is_held_as_it_really_is(paper, stages, recompute):
     # of many classes, the loss takes most
     classes = 40 if stages == 2 else 3
     model, image = unet(num_classes=classes, width=4, depth=2), (3, 32, 24)
-    job = PlannedJob(model, image, 4, sgd, segments=True, on_cpu=False)
+    job = planned(model, image, segments=True)
     placement = Placement(1, (ONE,) * stages)
     found = stage_costs(job, paper, placement, 1, recompute)
     cut_up = cut(meta_copy(model), placement.widths, None, image, recompute == "block")
@@ -278,16 +275,6 @@ def test_each_rank_that_divides_channels_gets_what_is_handed_over(paper):
 
 
 def test_channels_that_cannot_be_divided_are_named(paper):
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
-
-        def forward(self, x):
-            y = self.conv(x)
-            y[:, 2] = 0
-            return y
-
-    job = chain(Odd())
+    job = chain(Writing())
     with pytest.raises(CannotWork, match=r"its channels cannot be divided over 2 ranks: .*copy"):
         stage_costs(job, paper, Placement(1, (ONE,), tensor=(2,)), 2, "none")

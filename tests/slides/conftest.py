@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from spatialdl.data.writer import ShardWriter
-from spatialdl.slides.batch import report_page
+from spatialdl.slides.batch import report_page, steps
+from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.synthetic import KINDS, write_synthetic_slide
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "slides"
 
 
+def write_kinds(folder: Path, size: tuple[int, int]) -> dict[str, Path]:
+    for kind in KINDS:
+        write_synthetic_slide(folder / f"{kind}.tiff", kind, size=size, seed=1)
+    return {kind: folder / f"{kind}.tiff" for kind in KINDS}
+
+
 @pytest.fixture(scope="session")
 def synthetic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A slide of each kind, 1600 x 2304 (rows x columns), of the same seed."""
-    folder = tmp_path_factory.mktemp("synthetic")
-    for kind in KINDS:
-        write_synthetic_slide(folder / f"{kind}.tiff", kind, size=(1600, 2304), seed=1)
-    return {kind: folder / f"{kind}.tiff" for kind in KINDS}
+    return write_kinds(tmp_path_factory.mktemp("synthetic"), (1600, 2304))
 
 
 @pytest.fixture(scope="session")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A slide of each kind, 800 x 1152, for whole runs of the command."""
-    folder = tmp_path_factory.mktemp("halves")
-    for kind in KINDS:
-        write_synthetic_slide(folder / f"{kind}.tiff", kind, size=(800, 1152), seed=1)
-    return {kind: folder / f"{kind}.tiff" for kind in KINDS}
+    return write_kinds(tmp_path_factory.mktemp("halves"), (800, 1152))
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +56,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are small, and no file has to have reached the disk."""
     monkeypatch.setattr(report_page, "_SHORTEST", 64)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch, quick: None) -> list[str]:
+    """The parts that are cut from now on."""
+    cut_part, parts = steps.cut_part, []
+
+    def noted(*given: Any) -> PartRecord:
+        part = cut_part(*given)
+        parts.append(f"{given[3].parent.name}/{given[3].name}")
+        return part
+
+    monkeypatch.setattr(steps, "cut_part", noted)
+    return parts
 
 
 @pytest.fixture

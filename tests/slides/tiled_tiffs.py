@@ -71,3 +71,21 @@ def write_tiff(
                 **more,
             )
     return path
+
+
+def spoil(path: Path, number: int, how: str) -> None:
+    """Make a tile missing, zero from the middle on, or end there though its own end is left."""
+    with tifffile.TiffFile(path) as tiff:
+        page = tiff.pages[0]
+        tag, start = page.tags["TileByteCounts"], page.dataoffsets[number]
+        middle, end = (start + page.databytecounts[number] // n for n in (2, 1))
+    size = {3: 2, 4: 4, 16: 8}[tag.dtype]
+    content = bytearray(path.read_bytes())
+    if how == "missing":
+        place = tag.valueoffset + number * size
+        content[place : place + size] = bytes(size)
+    elif how == "zero":
+        content[middle:end] = bytes(end - middle)
+    else:
+        content[middle : middle + 2] = b"\xff\xd9"
+    path.write_bytes(content)

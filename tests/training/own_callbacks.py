@@ -52,6 +52,13 @@ class Failing(spatialdl.Callback):
             raise OSError("no room for pictures")
 
 
-class KeepsTensors(spatialdl.Callback):
+STATES = {"set": {"of": {1, 2}}, "key": {1: 2}, "tuple": {"a": (1, 2)}, "bad": {"a": float("nan")}}
+"""States that would come back otherwise, or not at all."""
+
+
+class KeepsOdd(spatialdl.Callback):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
     def state_dict(self) -> dict:
-        return {"of": {1, 2}}
+        return STATES[self.kind]

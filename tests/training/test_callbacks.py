@@ -7,12 +7,13 @@ import json
 import pytest
 from omegaconf import DictConfig
 
-from spatialdl.training.callbacks import Callback, Callbacks, callback_plugins
+from spatialdl.training.callbacks import Callbacks, callback_plugins
 from spatialdl.training.checks import check_config
 from spatialdl.training.trainer import Trainer
 from tests import fitting
 from tests.composing import composed
 from tests.fitting import summary
+from tests.training.own_callbacks import STATES
 
 OWN = "tests.training.own_callbacks"
 SMALL = (
@@ -81,27 +82,12 @@ def test_an_exception_names_the_callback(tmp_path):
     assert "(in on_step_end of the callback Failing, after step 1)" in raised.value.__notes__
 
 
-def test_a_state_that_no_checkpoint_can_keep_is_refused_before_the_first_step(tmp_path):
-    words = f"trainer.callbacks=[{{_target_: {OWN}.KeepsTensors}}]"
-    with pytest.raises(ValueError, match="cannot store state_dict of KeepsTensors in a checkp"):
+@pytest.mark.parametrize("kind", STATES)
+def test_a_state_that_no_checkpoint_can_keep_is_refused_before_the_first_step(kind, tmp_path):
+    words = f"trainer.callbacks=[{{_target_: {OWN}.KeepsOdd, kind: {kind}}}]"
+    with pytest.raises(ValueError, match="state_dict of KeepsOdd"):
         trained(tmp_path, words, "trainer.max_steps=3")
     assert (tmp_path / "metrics.csv").read_text().count("\n") == 1
-
-
-class Odd(Callback):
-    def __init__(self, state: object) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict:
-        return self._state
-
-
-@pytest.mark.parametrize("state", [{1: 2}, {"a": (1, 2)}, {"a": float("nan")}])
-def test_states_that_would_come_back_otherwise_are_refused(state):
-    callbacks = Callbacks([])
-    callbacks._named = [("odd", Odd(state))]
-    with pytest.raises(ValueError, match="state_dict of odd"):
-        callbacks.state()
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,7 @@ def test_what_fits(words, ranks):
         ("comm.backend=gloo", "chooses what parallel.shard_state=true shards over"),
         ("comm.timeout=-1", "comm.timeout"),
         *((f"trainer.clip_norm={n}", "clip_norm=.* must be") for n in ("0", "much", "true", "nan")),
-        *(
-            (f"trainer.ema={n}", "ema=.* must be at least 0 and")
-            for n in ("1", "-0.1", "true", "nan")
-        ),
+        *((f"trainer.ema={n}", "ema=.* must be at least 0") for n in ("1", "-0.1", "true", "nan")),
         *((f"trainer.accumulate={n}", "accumulate=.* must be") for n in ("0", "1.5", "true")),
         (
             "parallel=dp parallel.data=4 data.batch_size=3 trainer.accumulate=2",
@@ -78,16 +75,6 @@ TINY = [
     *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=10"),
     *("data.validation_samples=5", "data.batch_size=4", "trainer.max_steps=3", "device=cpu"),
 ]
-
-
-def test_parts_belong_to_one_run():
-    parts = make_parts(*TINY, "trainer.accumulate=2")
-    assert (parts.batch_size, parts.steps, parts.placement.world_size) == (8, 3, 1)
-    assert len(parts.validation_loader) == 1
-    batch = parts.train_loader.microbatches(next(parts.train_loader.batches(0, 0)))
-    assert len(batch) == parts.microbatches == parts.pipeline.schedule.microbatches
-    assert sum(one.samples for one in batch) == parts.batch_size
-    parts.close_loaders()
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,7 @@ def test_images_and_their_masks_are_split(batch, expected):
 
 
 def test_volumes_and_signals():
-    volumes, signals = (
-        init_mesh((1, 1, 1), comm=SingleProcess()),
-        init_mesh((1,), comm=SingleProcess()),
-    )
+    volumes, signals = (init_mesh(grid, comm=SingleProcess()) for grid in ((1, 1, 1), (1,)))
     batch = (torch.rand(2, 1, 5, 6, 7), torch.zeros(2, 5, 6, 7, dtype=torch.long), LABELS)
     assert is_split(split_batch(batch, volumes)) == (True, True, False)
     batch = (torch.rand(2, 3, 50), torch.rand(2, 50), torch.rand(2, 4))

@@ -56,13 +56,6 @@ def test_pictures_are_read_as_arrays_of_one_shape():
         mixed.train.read(1)
 
 
-def test_images_are_cropped_and_padded():
-    sources = opened("Pictures", "data.num_classes=2", "data.image_size=[5,15]")
-    image = sources.train_views.read(0, 0, (0, 5, 0, 15))
-    assert (image[:, :2] == 255).all()
-    assert np.array_equal(image[:, 2:13], np.asarray(sources.train.dataset[0][0])[2:7])
-
-
 @pytest.mark.parametrize(
     ("kind", "words", "sentence"),
     [
@@ -75,15 +68,10 @@ def test_images_are_cropped_and_padded():
             *("Noise", (f"data.validation._target_={HERE}.Pictures",)),
             r"data.validation have dtype uint8, .*dataset float64",
         ),
-        *(
-            ("Noise", (f"data.transforms={wrong}",), sentence)
-            for wrong, sentence in (
-                ("5", "data.transforms=5 must be a list"),
-                ("[relu]", "data.transforms: relu has no class: write it as"),
-                ("[{_target_: torch.nn.Missing}]", "torch.nn.Missing cannot be instantiated"),
-                ("[{_target_: pathlib.Path}]", "creates a PosixPath, which is not callable"),
-            )
-        ),
+        ("Noise", ("data.transforms=5",), "data.transforms=5 must be a list"),
+        ("Noise", ("data.transforms=[relu]",), "data.transforms: relu has no class: write it as"),
+        ("Noise", ("data.transforms=[{_target_: a.B}]",), "a.B cannot be instantiated"),
+        ("Noise", ("data.transforms=[{_target_: pathlib.Path}]",), "PosixPath, which is not call"),
         ("Pictures", ("data.num_classes=1",), "the class is 1, expected 0 to 0"),
         ("Noise", ("data.channels=1",), "data.channels=1, but the images .* have 3"),
         ("Noise", ("data.image_size=[4]",), "expected channels and 1 spatial dims"),
@@ -167,12 +155,8 @@ def test_dicts_and_random_crops_of_monai(monkeypatch):
     data = pytest.importorskip("monai.data")
 
     def volumes() -> object:
-        samples = [
-            {"image": np.random.default_rng(n).random((1, 12, 13, 14), np.float32), "label": n % 2}
-            for n in range(4)
-        ]
-        for sample in samples:
-            sample["label"] = (sample["image"] > 0.5).astype(np.float32)
+        images = [np.random.default_rng(n).random((1, 12, 13, 14), np.float32) for n in range(4)]
+        samples = [{"image": one, "label": (one > 0.5).astype(np.float32)} for one in images]
         keys = ["image", "label"]
         crop = monai.RandCropByPosNegLabeld(keys, "label", (8, 9, 10), num_samples=1)
         flip = monai.RandFlipd(keys, prob=0.5, spatial_axis=0)

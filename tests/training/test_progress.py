@@ -8,7 +8,9 @@ from signal import SIGTERM
 import pytest
 
 from spatialdl.comm import trace
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training import step_sync as module
+from spatialdl.training.parts import RunParts
 from spatialdl.training.progress import (
     METRICS,
     Best,
@@ -17,9 +19,9 @@ from spatialdl.training.progress import (
     total_steps,
 )
 from spatialdl.training.step_sync import PARTS, TimeSplit
-from tests.bags import write_bags
+from tests.bags import bag_config, write_bags
 from tests.composing import composed
-from tests.fitting import make_parts, validated
+from tests.fitting import validated
 
 
 def progress(*overrides: str, steps: int = 8, batches: int = 3) -> TrainingProgress:
@@ -45,11 +47,7 @@ def due(one: TrainingProgress) -> tuple[list[int], list[int]]:
         ([], [3, 6, 8], [3, 6, 8]),
         (["trainer.validate_every=4"], [4, 8], [3, 6, 8]),
         (["trainer.checkpoint.every_steps=5"], [3, 6, 8], [5, 8]),
-        (
-            ["trainer.early_stopping.metric=loss", "trainer.early_stopping.patience=1"],
-            [3, 6],
-            [3, 6],
-        ),
+        (["trainer.early_stopping={metric: loss, patience: 1}"], [3, 6], [3, 6]),
     ],
 )
 def test_what_is_due(overrides, validations, checkpoints):
@@ -57,11 +55,12 @@ def test_what_is_due(overrides, validations, checkpoints):
 
 
 @pytest.mark.parametrize(
-    ("steps", "epochs", "made"), [("null", 2, 6), (4, 1, 3), (4, 2, 4), (4, "null", 4)]
+    ("words", "made"),
+    [("epochs=2", 6), ("steps=4 epochs=1", 3), ("steps=4 epochs=2", 4), ("steps=4", 4)],
 )
-def test_the_shorter_limit_ends_the_run(steps, epochs, made):
-    words = (f"trainer.max_steps={steps}", f"trainer.max_epochs={epochs}")
-    assert total_steps(composed("train", *words).trainer, batches=3) == made
+def test_the_shorter_limit_ends_the_run(words, made):
+    limits = [f"trainer.max_{word}" for word in words.split()]
+    assert total_steps(composed("train", *limits).trainer, batches=3) == made
 
 
 def test_a_run_that_is_told_to_stop_saves_and_leaves_the_validation_for_later():
@@ -126,13 +125,10 @@ def test_the_metrics_that_are_known_before_are_those_that_are_told(task, tmp_pat
     words = (*SMALL, f"task={task}")
     if task == "segmentation":
         words += ("model=unet", "++model.depth=1")
-    if task == "survival":  # of bags, which alone have such labels
-        (tmp_path / "bags").mkdir()
-        write_bags(tmp_path / "bags")
-        words = ("data=bags", "task=survival", "model=abmil", "trainer.max_steps=1")
-        words += ("data.num_classes=2", f"data.features={tmp_path / 'bags'}")
-        words += (f"data.labels={tmp_path / 'bags' / 'labels.csv'}",)
-    found = validated(make_parts(*words, "device=cpu"))
+    given = composed("train", *words, "device=cpu") if task != "survival" else None
+    if given is None:  # of bags, which alone have such labels
+        given = bag_config(write_bags(tmp_path), words[-1], "data.num_classes=2", "device=cpu")
+    found = validated(RunParts(given, SingleProcess()))
     numbers = {name for name, value in found.items() if not isinstance(value, list)}
     assert numbers - {"samples"} == {"loss", *METRICS[task]}
 
@@ -166,6 +162,9 @@ def wait(clock: list[float], kind: trace.Kind, seconds: float) -> None:
 def test_a_step_is_what_it_waits_for_and_computing(clock):
     split = TimeSplit()
     split.restart()
+    wait(clock, "reduce", 7.0)  # between steps: it belongs to none
+    clock[0] += 9.0
+    split.restart()
     wait(clock, "data", 1.0)
     with trace.span("compute", "forward"):
         clock[0] += 5.0
@@ -178,16 +177,6 @@ def test_a_step_is_what_it_waits_for_and_computing(clock):
         {"compute": 5 / 8.5, "halo": 2 / 8.5, "hand_over": 0, "reduce": 0.5 / 8.5, "data": 1 / 8.5}
     )
     assert sum(split.last.values()) == pytest.approx(1)
-
-
-def test_what_was_between_steps_belongs_to_none(clock):
-    split = TimeSplit()
-    split.restart()
-    wait(clock, "reduce", 7.0)
-    clock[0] += 9.0
-    split.restart()
-    clock[0] += 1.0
-    assert split.own() == pytest.approx([1.0, 0, 0, 0, 0])
 
 
 def test_the_summary_is_a_mean_over_ranks_and_leaves_the_first_step_out():

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import logging
 import math
 import re
@@ -18,6 +17,7 @@ from spatialdl.training.report import save_report
 from spatialdl.training.reporter import Reporter
 from tests.composing import composed
 from tests.fitting import without_pictures
+from tests.training.checkpoints.runs import table
 
 STEP = {"step": 1, "epoch": 0, "loss": 1.0, "learning_rate": 0.1, "halo": 0.5}
 STEP |= {"images_per_second": 5.0, "data_wait": 0.25}
@@ -26,10 +26,8 @@ SUMMARY = {"world_size": 1, "peak_memory_mb": [100.0], "time_split": {}}
 
 def reporter(run_dir, *overrides: str) -> Reporter:
     config = composed("train", "logger=tensorboard", *overrides)
-    table = "layout: 1 replica"
-    return Reporter(
-        config, run_dir, steps=3, table=table, names=["a", "b"], columns=["halo"], resumed=None
-    )
+    more = {"table": "layout: 1 replica", "names": ["a", "b"], "columns": ["halo"]}
+    return Reporter(config, run_dir, steps=3, resumed=None, **more)
 
 
 @pytest.fixture
@@ -49,8 +47,7 @@ def test_the_table_and_validations_are_said(tmp_path, caplog):
     assert said[0] == "layout: 1 replica"
     assert [text for text in said if text.startswith("validation after step 3, 4 samples")]
     assert said[-1] == f"report:        {tmp_path / 'report.html'}"
-    with (tmp_path / "metrics.csv").open(newline="") as lines:
-        assert [row["halo"] for row in csv.DictReader(lines)] == ["0.5"] * 3
+    assert [row["halo"] for row in table(tmp_path / "metrics.csv")] == ["0.5"] * 3
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -188,10 +185,7 @@ def test_memory_in_use_and_bytes_of_all_ranks_stores_are_shown(given, none, word
 
 
 def curve_rows(count: int) -> list[dict[str, float]]:
-    return [
-        {"step": n, "loss": 1 / n, "learning_rate": 0.1, "images_per_second": 5.0}
-        for n in range(1, count + 1)
-    ]
+    return [step_row(n, 1 / n) for n in range(1, count + 1)]
 
 
 def test_of_many_steps_means_are_drawn():
@@ -203,10 +197,7 @@ def test_of_many_steps_means_are_drawn():
 
 
 def test_metrics_without_a_value_are_not_in_the_legend():
-    some, none = (
-        {"accuracy": 0.5, "slide_accuracy": None},
-        {"accuracy": None, "slide_accuracy": None},
-    )
+    some, none = ({"accuracy": one, "slide_accuracy": None} for one in (0.5, None))
     rows = [{"step": 1, "loss": 1.0, **none}, {"step": 2, "loss": 0.5, **some}]
     drawing = as_svg(draw_curves("", curve_rows(2), rows))
     assert ">accuracy</text>" in drawing

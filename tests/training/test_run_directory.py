@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 import math
 
@@ -9,6 +8,7 @@ from omegaconf import OmegaConf
 
 from spatialdl.training.run_directory import RunDirectory, earlier_steps
 from tests.fitting import without_pictures
+from tests.training.checkpoints.runs import table as rows
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +28,6 @@ def log(run: RunDirectory, steps: int, loss: float = 1 / 3) -> None:
         rate = 1.0 if step == 1 else 8.0
         row = {"step": step, "epoch": 1, "loss": loss / step, "learning_rate": 0.1}
         run.log_step({**row, "images_per_second": rate, "data_wait": 0.25})
-
-
-def rows(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_every_step_is_on_disk_at_once_with_all_its_digits(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.training import signals
-from spatialdl.training.signals import MARKER, STOPPING, agreed, flags, write_marker
+from spatialdl.training.signals import STOPPING, agreed, flags
 from tests.vision import import_path
 
 WAITS = """
@@ -77,12 +76,6 @@ def test_nobody_has_asked_for_anything_here():
     assert flags() == [0.0, 0.0, 0.0]
     assert agreed([0.0, 0.0, 0.0]) is None
     assert agreed([0.0, 3.0, 1.0]) is signal.SIGTERM
-
-
-def test_the_marker_says_what_a_script_needs(tmp_path):
-    write_marker(tmp_path, signal.SIGUSR1, 12, 10)
-    found = json.loads((tmp_path / MARKER).read_text())
-    assert found == {"signal": "SIGUSR1", "step": 12, "checkpoint": 10}
 
 
 def test_a_second_one_ends_even_a_process_that_waits_outside_of_python():

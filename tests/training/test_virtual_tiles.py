@@ -21,8 +21,10 @@ from spatialdl.training.virtual_tiles import (
     check_room,
     choose_virtual_tiles,
 )
+from tests import fitting
 from tests.composing import composed
-from tests.fitting import check_validations, fit, make_trainer, summary
+from tests.fitting import check_validations, summary
+from tests.training.test_trainer import SMALL, TINY
 
 STREAM = "parallel.stream=[2,2]"
 
@@ -41,14 +43,10 @@ def test_what_goes_with_virtual_tiles(words):
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        ("task.mixup=0.2", "task.mixup=0.2"),
-        ("task=survival task.loss=cox", "task.loss=cox"),
-        ("parallel.tensor=2", "parallel.tensor=2"),
-    ],
+    "words", ["task.mixup=0.2", "task=survival task.loss=cox", "parallel.tensor=2"]
 )
-def test_what_does_not_go_with_virtual_tiles(words, what):
+def test_what_does_not_go_with_virtual_tiles(words):
+    *_, what = words.split()
     sentence = rf"^{what} does not support virtual tiles, parallel.stream=\[2, 2\]: set only one"
     with pytest.raises(ValueError, match=sentence):
         check_config(composed("train", *f"{STREAM} {words}".split()))
@@ -152,11 +150,6 @@ def test_a_step_that_is_given_up_leaves_buffers_as_they_were():
 
 # --- whole runs
 
-TINY = (
-    *("data.num_classes=3", "data.samples=10", "data.batch_size=4", "data.validation_samples=5"),
-    *("trainer.precision=float64", "trainer.max_steps=2", "device=cpu", "trainer.report=false"),
-)
-SMALL = ("++model._target_=tests.mpi.training.small.small", "~model.width")
 UNET = ("task=segmentation", "model=unet", "model.width=4", "model.depth=2")
 KINDS = {
     "classification": [*SMALL, "data.image_size=[140,133]"],
@@ -165,9 +158,7 @@ KINDS = {
 
 
 def train(run_dir: Path, *words: str) -> Trainer:
-    trainer = make_trainer(*TINY, *words)
-    fit(trainer, run_dir)
-    return trainer
+    return fitting.train(run_dir, *TINY, "trainer.max_steps=2", "trainer.report=false", *words)
 
 
 @pytest.mark.parametrize(

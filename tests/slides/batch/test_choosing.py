@@ -35,18 +35,6 @@ def everywhere(tmp_path: Path) -> Path:
     return tmp_path / "masks"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Of slides that are drawn on."""
-    return tmp_path / "drawn"
-
-
-@pytest.fixture
-def labels(tmp_path: Path) -> Path:
-    """A table that the test writes."""
-    return tmp_path / "labels.csv"
-
-
 def test_masks_say_where_tiles_are(tmp_path, halves, capsys):
     mask = np.zeros((160, 230), np.uint8)
     mask[:52, :77] = 255
@@ -60,8 +48,9 @@ def test_masks_say_where_tiles_are(tmp_path, halves, capsys):
     assert set(places(out)) == {(128 * i, 128 * j) for i in range(3) for j in range(2)}
 
 
-def test_regions_give_classes_and_labels_give_splits(tmp_path, halves, folder, labels, capsys):
+def test_regions_give_classes_and_labels_give_splits(tmp_path, halves, capsys):
     out, stroma = tmp_path / "set", polygon(0, 0, 550, 800, "stroma")
+    folder, labels = tmp_path / "drawn", tmp_path / "labels.csv"
     annotate(folder, "ring", stroma, polygon(256, 256, 512, 512, "gland"))
     unknown = polygon(768, 256, 1024, 512, None)
     annotate(folder, "strand", polygon(256, 256, 768, 512, "vessel"), unknown)
@@ -86,7 +75,8 @@ def test_regions_give_classes_and_labels_give_splits(tmp_path, halves, folder, l
         assert int(row["with_tissue"]) == int(row["unannotated"]) + int(row["written"])
 
 
-def test_qupath_counts_from_the_scanned_part(tmp_path, halves, everywhere, folder, monkeypatch):
+def test_qupath_counts_from_the_scanned_part(tmp_path, halves, everywhere, monkeypatch):
+    folder = tmp_path / "drawn"
     annotate(folder, "ring", polygon(0, 0, 256, 128, "a"))
     monkeypatch.setattr(Slide, "scanned_from", (256, 384))
     more = ("--annotations", folder, "--mask-dir", everywhere)
@@ -103,7 +93,8 @@ def test_qupath_counts_from_the_scanned_part(tmp_path, halves, everywhere, folde
     assert places(tmp_path / "aperio") == [(0, 0), (128, 0)]
 
 
-def test_a_slide_without_regions_may_be_background(tmp_path, halves, folder, labels, capsys):
+def test_a_slide_without_regions_may_be_background(tmp_path, halves, capsys):
+    folder, labels = tmp_path / "drawn", tmp_path / "labels.csv"
     slides, tumor = halves["ring"].parent, polygon(0, 0, 550, 800, "tumor")
     annotate(folder, "ring", tumor, polygon(0, 0, 9, 9, "background"))
     annotate(folder, "strand")

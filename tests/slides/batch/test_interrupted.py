@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spatialdl.data.format import Manifest
-from spatialdl.slides.batch import steps
 from tests.slides.batch.batches import COORDS, WHOLE, contents, forked, leftovers, tile
 
 TILES = ["--tile-size", "64", "--mpp", "0.5", "--shard-size", "128K"]
@@ -29,9 +28,9 @@ CHANGES = (
 class Watched:
     """Ends the command after `left` changes of the disk, and sees which parts are cut."""
 
+    cut: list[str]
     left: int = -1
     end: Callable[[], None] = lambda: None
-    cut: list[str] = field(default_factory=list)
 
     def change(self, done: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -42,21 +41,12 @@ class Watched:
 
         return counted
 
-    def cutting(self, done: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any) -> Any:
-            part = done(*given)
-            self.cut.append(f"{given[3].parent.name}/{given[3].name}")
-            return part
-
-        return counted
-
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch, quick: None) -> Watched:
-    watched = Watched()
+def watched(monkeypatch: pytest.MonkeyPatch, cut: list[str]) -> Watched:
+    watched = Watched(cut)
     for owner, name in CHANGES:
         monkeypatch.setattr(owner, name, watched.change(getattr(owner, name)))
-    monkeypatch.setattr(steps, "cut_part", watched.cutting(steps.cut_part))
     return watched
 
 

@@ -11,11 +11,7 @@ import pytest
 import tifffile
 
 from spatialdl.data import ShardDataset
-from spatialdl.slides.batch.finding_slides import SlideLabel
-from spatialdl.slides.cohort.leaks import check_duplicates
 from tests.slides.batch.batches import TILES, tile
-
-TRAIN, VAL = SlideLabel("x", "train"), SlideLabel("x", "val")
 
 
 @pytest.fixture
@@ -28,21 +24,6 @@ def three(tmp_path: Path, small: Path) -> list[Path]:
 
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-def test_the_same_slide_in_two_splits_is_refused(tmp_path, three):
-    one, two, other = three
-    leak = {one: TRAIN, two: VAL, other: VAL}
-    with pytest.raises(ValueError, match=r"one\.tiff \(train\) and .*two\.tiff \(val\); remove"):
-        check_duplicates(three, leak, None)
-    for labels in ({}, {one: TRAIN, two: TRAIN, other: VAL}):
-        (line,) = check_duplicates(three, labels, None)
-        assert line == f"{one} and {two} are the same slide; its tiles count twice"
-    assert check_duplicates([one, other], {}, None) == []
-    content = bytearray(two.read_bytes())
-    content[len(content) // 2] ^= 1  # one other byte is another slide
-    two.write_bytes(content)
-    assert check_duplicates(three, leak, None) == []
 
 
 def run(out: Path, slides: Sequence[Path], text: str, *more: str) -> int:

@@ -38,28 +38,17 @@ from tests.slides.batch.calls import die, die_once, refused, write
 
 
 def part_of(info: ShardInfo | None) -> PartRecord:
-    return PartRecord(
-        info,
-        [(1, 2, None), (3, 2**40, 1)],
-        {"pen": [(5, 6)], "blur": []},
-        bare=4,
-        seconds=0.5,
-    )
+    dropped = {"pen": [(5, 6)], "blur": []}
+    return PartRecord(info, [(1, 2, None), (3, 2**40, 1)], dropped, bare=4, seconds=0.5)
 
 
 def record_in(folder: Path) -> SlideRecord:
     bands = (RegionBand(0, 0, 512), RegionBand(1, 512, 88))
     region = RegionSample("ab", 600, 700, 0.5, True, bands, 1, "train", "é", 3, 4)
-    report = TilingReport("é", 9, 8, written=2, file="é.svs")
-    return SlideRecord(
-        "key",
-        "/in/é.svs",
-        "train",
-        [part_of(shard(folder)), part_of(None)],
-        [shard(folder, "coords/clam/patches/é.h5")],
-        region,
-        report.to_json(),
-    )
+    report = TilingReport("é", 9, 8, written=2, file="é.svs").to_json()
+    parts = [part_of(shard(folder)), part_of(None)]
+    files = [shard(folder, "coords/clam/patches/é.h5")]
+    return SlideRecord("key", "/in/é.svs", "train", parts, files, region, report)
 
 
 def test_a_part_is_done_again_where_something_is_not_as_noted(tmp_path):

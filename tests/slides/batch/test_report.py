@@ -27,15 +27,8 @@ from tests.slides.batch.batches import inside
 
 GOOD = TilingReport("good", 100, 40, written=40)
 GLASS = TilingReport("glass", 7, note="no tissue found")
-PARTLY = TilingReport(
-    "partly",
-    9,
-    8,
-    unreadable=3,
-    written=5,
-    failed=True,
-    note="cannot read slide partly.svs at x=1, y=2",
-)
+NOTE = "cannot read slide partly.svs at x=1, y=2"
+PARTLY = TilingReport("partly", 9, 8, unreadable=3, written=5, failed=True, note=NOTE)
 INKED = TilingReport("inked", 64, 20, unannotated=12, pen=5, blur=2, unreadable=1, note="filters")
 BAD = TilingReport("bad", failed=True, note="cannot open slide bad.svs: it is empty")
 
@@ -67,8 +60,7 @@ def test_the_table_has_a_line_for_every_slide_and_columns_that_say_something():
 def test_warnings_say_where_tiles_went_and_totals_count():
     assert warnings([GOOD, GLASS, PARTLY, BAD, INKED]) == [
         "glass has no tiles: no tissue found (0 of 7 tiles have enough tissue)",
-        "partly: 3 of 8 tiles could not be read; the last: "
-        "cannot read slide partly.svs at x=1, y=2",
+        f"partly: 3 of 8 tiles could not be read; the last: {NOTE}",
         "skipped: cannot open slide bad.svs: it is empty",
         "inked has no tiles: filters (20 of 64 tiles have enough tissue; of those 12 "
         "unannotated, 5 pen, 2 blur, 1 unreadable)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from spatialdl.slides.cohort.leaks import pairs_apart
 from spatialdl.slides.cohort.split_cli import assign, counts_of, groups_of, strata_of
 from spatialdl.slides.cohort.split_cli import main as split_command
 from spatialdl.slides.synthetic import write_synthetic_slide
+from tests.inference.evaluating.cases import read_rows as rows_of
 
 ROWS = [f"s{k}.tiff,{('tumour', 'normal')[k % 2]},p{k // 2},{30 + k}" for k in range(24)]
 
@@ -24,11 +24,6 @@ def labels(tmp_path: Path) -> Path:
     path = tmp_path / "labels.csv"
     path.write_text("\n".join(["slide,label,patient,age", *ROWS]) + "\n")
     return path
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_folds_hold_each_patient_once(tmp_path, labels, capsys):

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openslide
 import pytest
 import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from spatialdl.errors import SlideError
 from spatialdl.slides.cutting.grid import EDGES, TileGrid, Wanted, tile_starts
 from spatialdl.slides.cutting.tiling import (
     TilePlan,
@@ -79,18 +77,6 @@ def test_a_tile_of_nothing_but_tissue_has_all_of_it():
     starts = np.arange(30) * 7.3
     tiles = TileGrid((starts, starts), 7.3, (219.0, 218.95))
     assert (tiles.fractions(np.ones((219, 219), bool)) == 1).all()
-
-
-def test_native_tiles_of_a_real_slide(real):
-    path = real / "CMU-1-Small-Region.svs"
-    with Slide(path) as slide, openslide.OpenSlide(path) as raw:
-        plan = plan_tiles(slide, 256, 0.5)  # within 1 % of the slide's own: its own pixels
-        assert (plan.grid, len(plan.places)) == ((11, 8), 33)
-        tile = next(cut_tiles(slide, plan))
-        region = raw.read_region((tile.x, tile.y), 0, (256, 256))
-        assert (tile.image == np.asarray(region.convert("RGB"))).all()
-        with pytest.raises(SlideError, match=r"has 0.499 .* cannot give 0.25; .* 0.499 or more"):
-            plan_tiles(slide, 256, 0.25)
 
 
 def test_why_no_tile_is_kept(synthetic):

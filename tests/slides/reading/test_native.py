@@ -22,7 +22,7 @@ from spatialdl.slides.reading import native
 from spatialdl.slides.reading.native import JpegGrid
 from spatialdl.slides.reading.opening import OpenSlideFile, composited
 from spatialdl.slides.reading.reader import Slide
-from tests.slides.tiled_tiffs import jpeg, picture, write_tiff
+from tests.slides.tiled_tiffs import jpeg, picture, spoil, write_tiff
 
 Bytes = npt.NDArray[np.uint8]
 BOXES = [
@@ -182,30 +182,6 @@ def test_a_level_whose_pixels_differ_is_left_to_openslide(tmp_path, monkeypatch)
         assert not slide.is_native(1.0)
         assert slide.jpeg_grid(1.0) is None
         assert (slide.read_scaled(0, 0, (300, 300), 1.0) == right).all()
-
-
-def pages(path: Path) -> list[tuple[list[int], list[int], int, int]]:
-    """Of each page the places and lengths of tiles, and where lengths stand and their bytes."""
-    with tifffile.TiffFile(path) as tiff:
-        tags = [page.tags["TileByteCounts"] for page in tiff.pages]
-        return [
-            (page.dataoffsets, page.databytecounts, tag.valueoffset, {3: 2, 4: 4, 16: 8}[tag.dtype])
-            for page, tag in zip(tiff.pages, tags, strict=True)
-        ]
-
-
-def spoil(path: Path, number: int, how: str) -> None:
-    """Make a tile missing, zero from the middle on, or end there though its own end is left."""
-    offsets, lengths, counts, size = pages(path)[0]
-    content = bytearray(path.read_bytes())
-    end, middle = offsets[number] + lengths[number], offsets[number] + lengths[number] // 2
-    if how == "missing":
-        content[counts + number * size : counts + (number + 1) * size] = bytes(size)
-    elif how == "zero":
-        content[middle:end] = bytes(end - middle)
-    else:
-        content[middle : middle + 2] = b"\xff\xd9"
-    path.write_bytes(content)
 
 
 def alike(fast: Slide, slow: Slide, x: int, y: int, scale: float) -> bool:

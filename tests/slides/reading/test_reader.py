@@ -75,8 +75,11 @@ def test_resolutions_and_powers_of_slides(real, synthetic):
     with Slide(good) as slide:  # 0.499 at 20x
         assert (slide.mpp, slide.name, slide.objective_power) == (0.499, good.stem, 20)
         assert [Wanted(mag=power).scale(slide) for power in (20, 10, 20.1)] == [1, 2, 1]
+        assert Wanted(mpp=0.5).scale(slide) == 1  # within 1 %: its own pixels
         with pytest.raises(SlideError, match="taken at 20x and cannot give 40x; set 20 or"):
             Wanted(mag=40).scale(slide)
+        with pytest.raises(SlideError, match=r"has 0.499 .* cannot give 0.25; .* 0.499 or more"):
+            Wanted(mpp=0.25).scale(slide)
     with Slide(synthetic["ring"]) as slide:  # 0.5, and no objective named
         assert Wanted(mag=5).scale(slide) == 4
     with Slide(good, mpp=0.25) as slide:  # what is given counts

@@ -114,9 +114,7 @@ def test_where_all_are_damaged_there_is_an_error(run_dir):
     with pytest.raises(CheckpointError, match="as are the 3 other checkpoints"):
         train(run_dir, "ckpt_path=latest")
     one = run_dir / "checkpoints" / "step-00000006"
-    with pytest.raises(
-        CheckpointError, match=r"step-00000006 is damaged: stage-00\.safetensors was"
-    ):
+    with pytest.raises(CheckpointError, match=r"6 is damaged: stage-00\.safetensors was"):
         train(run_dir, f"ckpt_path={one}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import sys
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.common import fields
@@ -40,9 +38,8 @@ from spatialdl.training.checkpoints.reading import (
     Checkpoint,
     content_of,
     damages,
-    first_whole,
 )
-from tests.training.checkpoints.runs import TENSORS, made
+from tests.training.checkpoints.runs import made
 
 
 def make(folder: Path, step: int, mark: str = "") -> Path:
@@ -64,24 +61,6 @@ def test_a_checkpoint_has_its_name_when_it_is_whole(tmp_path):
     assert pointed(tmp_path / LATEST) == path
     (tmp_path / name_of(200)).mkdir()  # without a checkpoint.json
     assert steps(tmp_path) == [100]
-
-
-def test_the_same_step_again_takes_the_place(tmp_path):
-    make(tmp_path, 3, "old")
-    path = make(tmp_path, 3, "new")
-    assert json.loads((path / CONTENT).read_text())["mark"] == "new"
-    prune(tmp_path, path, 1)
-    assert {one.name for one in tmp_path.iterdir()} == {path.name, LATEST}
-
-
-@pytest.mark.parametrize(("keep", "left"), [(1, [2, 5]), (2, [2, 4, 5]), (9, [1, 2, 3, 4, 5])])
-def test_the_last_ones_and_the_best_stay(tmp_path, keep, left):
-    for step in range(1, 6):
-        newest = make(tmp_path, step)
-        if step == 2:
-            point(tmp_path, BEST, newest)
-    prune(tmp_path, newest, keep)
-    assert steps(tmp_path) == left
 
 
 def test_steps_of_a_curve_that_was_left_go(tmp_path):
@@ -210,17 +189,6 @@ def test_pointers_cannot_lead_elsewhere(tmp_path):
     assert pointed(tmp_path / "run" / LATEST) is None
 
 
-def test_what_is_in_it(tmp_path):
-    with Checkpoint(made(tmp_path)) as found:
-        assert found.names("") == ["0.weight", "1.steps"]
-        assert found.names("1.") == ["1.steps"]
-        assert (found.shape("0.weight"), found.shape("1.steps")) == ((4, 3), ())
-        assert found.shape("2.weight") is None
-        assert found.elements() == 13
-        assert torch.equal(found.read("0.weight"), TENSORS["0.weight"])
-        assert torch.equal(found.read("0.weight", slice(1, 3)), TENSORS["0.weight"][1:3])
-
-
 def test_every_rank_has_its_own_random_states(tmp_path):
     with Checkpoint(made(tmp_path)) as found:
         for place in (0, 1, 10, 11):
@@ -252,15 +220,6 @@ def test_one_that_lacks_what_a_run_needs_is_refused(changes, sentence, tmp_path)
     assert len(damages(path, SingleProcess())) == 1
 
 
-def test_a_changed_word_is_seen(tmp_path):
-    path = made(tmp_path)
-    content = json.loads((path / CONTENT).read_text())
-    content["layout"]["parallel"] = "sp"
-    (path / CONTENT).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="SHA-256 mismatch"):
-        content_of(path)
-
-
 def test_all_damages_are_told(tmp_path):
     path = made(tmp_path)
     (path / RANDOM).unlink()
@@ -278,15 +237,3 @@ def test_all_damages_are_told(tmp_path):
     file.write_bytes(content[:50])
     with pytest.raises(CheckpointError, match=r"stage-00\.safetensors: "):
         Checkpoint(path)
-
-
-def test_the_first_that_is_whole_is_taken(tmp_path, caplog):
-    paths = [made(tmp_path, step) for step in (9, 6, 3)]
-    assert first_whole(paths, SingleProcess()) == paths[0]
-    for path in paths[:2]:
-        (path / RANDOM).unlink()
-    with caplog.at_level(logging.WARNING):
-        assert first_whole(paths, SingleProcess()) == paths[2]
-    assert [record.args[2] for record in caplog.records] == [path.name for path in paths[1:]]
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        first_whole([], SingleProcess())

@@ -108,12 +108,10 @@ def test_other_shapes_than_the_head_s_are_refused(trained, tmp_path):
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path):
-    (tmp_path / "text.pt").write_text("weights")
-    with pytest.raises(ValueError, match=r"cannot read .*text.pt"):
-        load_weights(resnet18(), str(tmp_path / "text.pt"))
-    (tmp_path / "text.safetensors").write_text("weights")
-    with pytest.raises(ValueError, match=r"cannot read .*text.safetensors"):
-        load_weights(resnet18(), str(tmp_path / "text.safetensors"))
+    for name in ("text.pt", "text.safetensors"):
+        (tmp_path / name).write_text("weights")
+        with pytest.raises(ValueError, match=f"cannot read .*{name}"):
+            load_weights(resnet18(), str(tmp_path / name))
     torch.save({"epoch": 3}, tmp_path / "epoch.pt")
     with pytest.raises(ValueError, match=r"epoch.pt is not a state dict, but a dict: epoch"):
         load_weights(resnet18(), str(tmp_path / "epoch.pt"))

@@ -15,7 +15,6 @@ from spatialdl.data.synthetic import SyntheticDataset, SyntheticTargets
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.tasks.losses import (
     classification_loss,
-    classification_weights,
     multilabel_loss,
     regression_loss,
     segmentation_loss,
@@ -58,16 +57,6 @@ def test_classes_have_pytorch_s_cross_entropy(weight, smoothing):
     output, target = masks(2, 9, 7)  # the mean over pixels with a class
     expected = F.cross_entropy(output, target, given, ignore_index=255, label_smoothing=smoothing)
     close(segmentation_loss(output, target, weight, smoothing), expected)
-
-
-def test_parts_of_a_slice_put_together_by_their_weights_are_the_whole():
-    output, target = labelled()
-    weights = classification_weights(target, WEIGHT)
-    total = sum(
-        classification_loss(output[part], target[part], WEIGHT) * weights[part].sum()
-        for part in (slice(0, 2), slice(2, 7))
-    )
-    close(total / weights.sum(), classification_loss(output, target, WEIGHT))
 
 
 def test_mixed_labels_are_the_mixed_losses():

@@ -7,10 +7,7 @@ import torch
 import torch.nn.functional as F
 from torchmetrics.functional import classification as reference
 from torchmetrics.functional import r2_score
-from torchmetrics.functional.classification import multiclass_jaccard_index
-from torchmetrics.functional.segmentation import dice_score
 
-from spatialdl.data.format import UNLABELLED
 from spatialdl.training.tasks.losses import segmentation_loss
 from spatialdl.training.tasks.metrics import (
     classification_scores,
@@ -18,6 +15,7 @@ from spatialdl.training.tasks.metrics import (
     regression_scores,
 )
 from spatialdl.training.tasks.segmentation import Segmentation
+from tests.training.tasks.test_losses import masks
 
 
 def drawn(classes: int, samples: int = 101) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,15 +109,6 @@ def test_regression():
 TASKS = [Segmentation(4), Segmentation(4, torch.tensor([0.5, 2.0, 1.0, 3.0]), 0.1, 0.7)]
 
 
-def masks(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and masks of four classes with some pixels that have none."""
-    draw = torch.Generator().manual_seed(3)
-    output = torch.randn(size[0], 4, *size[1:], dtype=torch.float64, generator=draw)
-    target = torch.randint(4, size, generator=draw)
-    target[torch.rand(size, generator=draw) < 0.3] = UNLABELLED
-    return output, target
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_tallies_of_parts_add_up_to_that_of_the_whole(task):
     output, target = masks(3, 9, 7)
@@ -136,19 +125,6 @@ def test_copies_on_other_parts_and_pixels_of_no_weight_cost_nothing():
     assert not Segmentation(4).tally(output, target, part=1).any()
     task = Segmentation(4, torch.tensor([0.0, 1.0, 1.0, 1.0]), 0.1)
     assert task.metrics(task.tally(output, target * 0, 0).tolist())["loss"] == 0
-
-
-def test_dice_and_iou_are_torchmetrics_on_the_whole():
-    task = Segmentation(4)
-    output, target = masks(3, 19, 17)
-    found = task.metrics(task.tally(output, target, 0).tolist())
-    known = target != UNLABELLED
-    told, truth = output.argmax(1)[known], target[known]
-    iou = multiclass_jaccard_index(told, truth, 4, average=None)
-    assert found["iou"] == pytest.approx(iou.tolist(), abs=1e-6)
-    dice = dice_score(told[None], truth[None], 4, average=None, input_format="index")
-    assert found["dice"] == pytest.approx(dice[0].tolist(), abs=1e-6)
-    assert found["mean_dice"] == pytest.approx(dice.mean().item(), abs=1e-6)
 
 
 def test_metrics_of_a_segmentation():

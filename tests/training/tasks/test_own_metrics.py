@@ -8,9 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchmetrics import ClasswiseWrapper
 from torchmetrics.classification import MulticlassAUROC, MulticlassRecall
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checks import check_config
-from spatialdl.training.parts import RunParts
 from spatialdl.training.progress import Best
 from spatialdl.training.tasks.foreign_metrics import (
     made_metrics,
@@ -19,14 +17,14 @@ from spatialdl.training.tasks.foreign_metrics import (
 )
 from spatialdl.training.tasks.metric_names import own_metric_plugins
 from spatialdl.training.tasks.own_metrics import OwnMetrics
-from spatialdl.training.trainer import Trainer
 from tests.composing import composed
-from tests.fitting import fit, summary
+from tests.fitting import make_parts, summary, train
 from tests.training.checkpoints.runs import table
 from tests.training.tasks.own_metric_classes import MeanBrightness, RunningMean
 
 TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
 F1 = f"{{_target_: {TM}.MulticlassF1Score, num_classes: 3, average: macro}}"
+ACCURACY = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
 SMALL = (
     *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=6"),
     *("data.validation_samples=6", "data.batch_size=3", "device=cpu", "trainer.max_steps=2"),
@@ -46,12 +44,11 @@ def tried(metrics: OwnMetrics, columns: int | None = 3, copies: int = 1, parts: 
 
 
 def test_they_are_in_tables_and_decide_on_the_end(tmp_path):
-    words = (
-        f"task.metrics=[{F1},{{_target_: {TM}.MulticlassRecall, num_classes: 3, average: null}}]"
-    )
+    recall = f"{{_target_: {TM}.MulticlassRecall, num_classes: 3, average: null}}"
+    words = f"task.metrics=[{F1},{recall}]"
     early = ("trainer.early_stopping.metric=MulticlassF1Score", "trainer.validate_every=1")
     best = ("trainer.checkpoint.best=MulticlassF1Score",)
-    fit(Trainer(config(words, *early, *best), SingleProcess()), tmp_path)
+    train(tmp_path, *SMALL, words, *early, *best)
     rows = table(tmp_path / "validation.csv")
     assert len(rows) == 2
     for row in rows:  # the built-in one is the same
@@ -87,11 +84,11 @@ def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_trainin
     words = f"task.metrics=[{{_target_: {TM}.MulticlassF1Score, num_classes: 4}}]"
     said = r"MulticlassF1Score rejects predictions float64 \(24, 3\) and targets int64 \(24,\)"
     with pytest.raises(ValueError, match=said):
-        RunParts(config(words), SingleProcess())
+        make_parts(*SMALL, words)
     maps = ("model=unet", "++model.depth=1", "task=segmentation")
     said = r"rejects predictions float64 \(1, 3, 12, 12\) and targets int64 \(1, 12, 12\)"
     with pytest.raises(ValueError, match=said):
-        RunParts(config(*maps, words), SingleProcess())
+        make_parts(*SMALL, *maps, words)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +127,9 @@ def test_what_cannot_be_put_together_from_ranks_is_refused():
 
 def test_wrappers_on_maps_have_the_value_of_what_they_wrap():
     """Wrappers do not count updates."""
-    inner = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
     kind = "torchmetrics.wrappers.LambdaInputTransformer"
-    metrics = own("segmentation", inner, {"_target_": kind, "wrapped_metric": inner, "name": "in"})
+    wrapped = {"_target_": kind, "wrapped_metric": ACCURACY, "name": "in"}
+    metrics = own("segmentation", ACCURACY, wrapped)
     tried(metrics, copies=2, parts=2)
     copies = [metrics.of_maps(torch.device("cpu")) for _ in range(3)]
     draw = torch.Generator().manual_seed(0)
@@ -144,8 +141,7 @@ def test_wrappers_on_maps_have_the_value_of_what_they_wrap():
 
 
 def test_a_metric_that_draws_samples_draws_the_same_ones_and_shifts_no_others():
-    inner = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
-    boot = {"_target_": "torchmetrics.BootStrapper", "base_metric": inner, "num_bootstraps": 5}
+    boot = {"_target_": "torchmetrics.BootStrapper", "base_metric": ACCURACY, "num_bootstraps": 5}
     metrics = own("classification", boot)
     shares = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double().softmax(1)
     before = torch.get_rng_state()
@@ -202,8 +198,6 @@ def test_lists_that_name_no_metrics_are_refused_before_ranks_start(words, said):
         check_config(config(f"task.metrics=[{F1}]", f"trainer.checkpoint.best={name}"))
 
 
-TM = "torchmetrics.classification"
-ACCURACY = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
 F1_EACH = {"_target_": f"{TM}.MulticlassF1Score", "num_classes": 3, "average": "none"}
 COLLECTION = "torchmetrics.MetricCollection"
 
@@ -265,16 +259,13 @@ MAKES = [
 
 @pytest.mark.parametrize("make", MAKES)
 def test_parts_are_the_whole(make):
-    cuts = (0, 5, 5, 9)
-
     def seen(numbers):
         metric = make()
         for number in numbers:
             metric.update(GIVEN[number : number + 1], WANTED[number : number + 1])
         return metric
 
-    parts = [range(cuts[n], cuts[n + 1]) for n in range(len(cuts) - 1)]
     together = make()
-    merge(together, [state_of(seen(part)) for part in parts])
+    merge(together, [state_of(seen(part)) for part in (range(5), range(5, 5), range(5, 9))])
     found, expected = together.compute(), seen(range(9)).compute()
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0, check_dtype=False)

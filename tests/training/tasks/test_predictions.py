@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import logging
 import math
 
@@ -14,6 +13,7 @@ from spatialdl.training.parts import RunParts
 from spatialdl.training.tasks.predictions import Predictions, to_slides
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression
 from tests.fitting import make_parts, validated
+from tests.training.checkpoints.runs import table as rows
 
 
 @pytest.fixture
@@ -26,11 +26,6 @@ def tiles(tmp_path):
             image = np.zeros((4, 4, 3), np.uint8)
             shards.add(image, label, "val", slide=f"{slide}.svs", xy=(number, 2 * number))
     return ShardDataset(tmp_path / "set", "val")
-
-
-def rows(path):
-    with path.open(newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
 
 
 OUTPUTS = torch.tensor([[2, 0], [0, 1], [0, 1], [1, 0], [0, 3], [1, 0]], dtype=torch.float64)
@@ -102,16 +97,6 @@ def test_a_network_may_tell_more_classes_apart_than_there_are(tmp_path):
     assert list(table[0])[-1] == "probability_2"
 
 
-def test_tiles_become_slides():
-    told = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.2, 0.8], [0.45, 0.55]], dtype=torch.float64)
-    found = to_slides(told, torch.tensor([1, 0, 1, 0]), ["b", "a", "b", "a"])
-    assert found.slides == ["b", "a"]
-    assert found.tiles.tolist() == [2, 2]
-    torch.testing.assert_close(found.means, torch.stack([told[::2].mean(0), told[1::2].mean(0)]))
-    assert found.labels.tolist() == [1, 0]
-    assert found.agree.tolist() == [True, True]
-
-
 def test_most_tiles_win_and_of_equally_many_the_larger_mean():
     told = torch.tensor([[0.4, 0.6]] * 2 + [[1.0, 0.0]] + [[0.9, 0.1], [0.3, 0.7]]).double()
     found = to_slides(told, torch.zeros(5).long(), ["a", "a", "a", "tie", "tie"])
@@ -119,12 +104,9 @@ def test_most_tiles_win_and_of_equally_many_the_larger_mean():
     assert found.means.argmax(1).tolist() == [0, 0]  # not what the vote of the first says
 
 
-def test_slides_whose_tiles_have_several_labels_are_marked():
-    told = torch.rand(5, 2, dtype=torch.float64)
-    found = to_slides(told, torch.tensor([0, 1, 1, 1, 0]), ["a", "a", "b", "b", "c"])
-    assert found.agree.tolist() == [False, True, True]
-    labels = torch.tensor([[1, torch.nan]] * 3 + [[1, 0.0]])
-    assert to_slides(told[:4], labels, ["a", "a", "b", "b"]).agree.tolist() == [True, False]
+def test_labels_that_are_not_known_agree():
+    told, labels = torch.rand(4, 2), torch.tensor([[1, torch.nan]] * 3 + [[1, 0.0]])
+    assert to_slides(told, labels, ["a", "a", "b", "b"]).agree.tolist() == [True, False]
 
 
 def parts(*words: str) -> RunParts:
