@@ -11,10 +11,10 @@ from torch import nn
 
 from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.partition import StepCosts, balance, cut, estimated
-from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import Stage
 from spatialdl.pipeline.steps import Recording, Step, Value
 from tests.pipeline.cutting import run_in_turn
+from tests.pipeline.test_recording import recorded
 
 
 def small(**options) -> nn.Module:
@@ -213,13 +213,9 @@ def test_as_good_as_the_best_of_all_cuts(case):
     assert heaviest(found) == pytest.approx(min(map(heaviest, every)))
 
 
-def recorded(model: nn.Module, size: tuple[int, ...]) -> Recording:
-    return Forward(model, size).of(2, training=True)
-
-
 def test_estimated_costs_are_those_of_the_layers():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 2))
-    costs = estimated(model, recorded(model, (3, 8, 8)), (1, 3, 8, 8))
+    costs = estimated(model, recorded(model, size=(3, 8, 8)), (1, 3, 8, 8))
     conv, relu, _, linear = costs.steps
     assert conv - relu == 3 * 8 * 9 * 64  # multiply-adds
     assert linear == pytest.approx(1024, rel=0.05)

@@ -16,6 +16,7 @@ from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.slides.inspection import inspect, verify
 from spatialdl.slides.tile_cli import main
+from tests.data.conftest import flip
 from tests.slides.dicom_series import uid, write_annotation, write_series
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (4, 40, 50, 3), np.uint8)
@@ -157,9 +158,7 @@ def test_damage_is_found_and_named(tmp_path, capsys):
     assert (found.shards, found.bytes) == (4, sum(shard.stat().st_size for shard in shards))
     with h5py.File(shards[1], locking=False) as file:
         place = file["images"].id.get_chunk_info(0)
-    content = bytearray(shards[1].read_bytes())
-    content[place.byte_offset + place.size // 2] ^= 1
-    shards[1].write_bytes(content)
+    flip(shards[1], place.byte_offset + place.size // 2)
     os.truncate(shards[2], shards[2].stat().st_size // 2)
     shards[3].unlink()
     assert main(["verify", str(folder)]) == 1

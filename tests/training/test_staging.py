@@ -14,6 +14,7 @@ from spatialdl.data import ShardWriter
 from spatialdl.errors import ShardError
 from spatialdl.training.staging import StageTo, Staging
 from spatialdl.training.trainer import Trainer
+from tests.data.conftest import flip
 from tests.fitting import fit, make_trainer
 
 GIVEN = (
@@ -99,10 +100,7 @@ def test_only_what_is_read_is_copied(train, tmp_path):
 
 
 def test_damage_ends_the_training_and_names_samples(train, folder, tmp_path, steps):
-    path = folder / "shard-00001.h5"
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
+    flip(folder / "shard-00001.h5", -100)
     with pytest.raises(ShardError, match=r"shard-00001\.h5 has SHA-256 .* samples 2, 3$"):
         train(f"data.stage.to={tmp_path}/disk")
     assert len(steps) == 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
@@ -29,6 +32,16 @@ def run_of(config: Any, run_dir: Path, comm: Communicator) -> tuple[Trainer, dic
     file = run_dir / "summary.json"
     is_there = comm.rank == 0 and file.exists()
     return trainer, json.loads(file.read_text()) if is_there else {}
+
+
+def written_once(folders: pytest.TempPathFactory, write: Callable[[Path], object]) -> Path:
+    """A new folder that all ranks see, in which the first has written."""
+    world = MPI.COMM_WORLD
+    folder: Path = world.bcast(folders.mktemp("written") if world.rank == 0 else None)
+    if world.rank == 0:
+        write(folder)
+    world.Barrier()
+    return folder
 
 
 def small(num_classes: int, in_channels: int) -> nn.Sequential:

@@ -14,7 +14,7 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import UnsupportedSpatialOp
 from tests.bags import SMALL, bag_config, write_bags
 from tests.mpi.device import device_key
-from tests.mpi.training.small import run_of
+from tests.mpi.training.small import run_of, written_once
 
 WORLD = MPI.COMM_WORLD
 LAYOUTS = {
@@ -58,11 +58,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    found = WORLD.bcast(tmp_path_factory.mktemp("bags") if WORLD.rank == 0 else None)
-    if WORLD.rank == 0:
-        write_bags(found)
-    WORLD.Barrier()
-    return found
+    return written_once(tmp_path_factory, write_bags)
 
 
 def trained(run_dir: Path, folder: Path, comm, *words: str):

@@ -12,7 +12,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from tests.data import own_datasets
-from tests.mpi.training.small import trained
+from tests.mpi.training.small import trained, written_once
 
 WORLD = MPI.COMM_WORLD
 GIVEN = ("data.batch_size=3", "parallel.microbatches=1", "trainer.precision=float64")
@@ -59,8 +59,7 @@ SEGMENT = {
 
 @pytest.fixture(scope="module")
 def regions(tmp_path_factory) -> str:
-    folder = WORLD.bcast(tmp_path_factory.mktemp("set") if WORLD.rank == 0 else None) / "set"
-    if WORLD.rank == 0:
+    def write(folder: Path) -> None:
         draw = np.random.default_rng(0)
         with ShardWriter(folder, ("a", "b", "c"), kind="regions", shard_size=20_000) as shards:
             for number, size in enumerate([*STORED, (60, 50), (20, 90)]):
@@ -68,7 +67,8 @@ def regions(tmp_path_factory) -> str:
                 mask = (image[..., 0] // 86).astype(np.uint8)
                 split = "train" if number < len(STORED) else "val"
                 shards.add(image, number % 3, split, mask=mask)
-    WORLD.Barrier()
+
+    folder = written_once(tmp_path_factory, lambda here: write(here / "set")) / "set"
     return f"data.path={folder}"
 
 

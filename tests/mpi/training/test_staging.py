@@ -22,7 +22,9 @@ from spatialdl.layout.layout import even_bounds
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
+from tests.data.conftest import flip
 from tests.fitting import fit
+from tests.mpi.training.small import written_once
 
 pytestmark = pytest.mark.world(2, 3)
 SIZE = 1100, 24  # three rows of chunks
@@ -40,18 +42,13 @@ def write(folder: Path, regions: int) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    world = MPI.COMM_WORLD
-    folder = world.bcast(tmp_path_factory.mktemp("set") if world.rank == 0 else None)
-    if world.rank == 0:
+    def write_all(folder: Path) -> None:
         write(folder / "set", 6)
         write(folder / "one", 1)
         shutil.copytree(folder / "set", folder / "damaged")
-        damaged = folder / "damaged" / "shard-00001.h5"
-        content = bytearray(damaged.read_bytes())
-        content[-1000] ^= 1
-        damaged.write_bytes(content)
-    world.Barrier()
-    return folder
+        flip(folder / "damaged" / "shard-00001.h5", -1000)
+
+    return written_once(tmp_path_factory, write_all)
 
 
 @pytest.fixture

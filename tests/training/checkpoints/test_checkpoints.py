@@ -14,6 +14,7 @@ from safetensors import safe_open
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints import writing
 from spatialdl.training.checkpoints.reading import Checkpoint
+from tests.data.conftest import flip
 from tests.training.checkpoints.runs import checkpoints, losses, network, table, train
 
 NO_BEST = "trainer.checkpoint.best=null"
@@ -31,13 +32,6 @@ def whole(tmp_path_factory) -> Path:
 def run_dir(whole, tmp_path) -> Path:
     """A copy of it."""
     return shutil.copytree(whole, tmp_path / "run")
-
-
-def flip(path: Path) -> None:
-    """One bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_run_goes_on_bit_for_bit_where_it_was_saved(whole, tmp_path):

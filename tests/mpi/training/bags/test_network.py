@@ -17,7 +17,7 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.bags import EndToEndNetwork
 from tests.bags import tile_config, write_tile_bags
 from tests.mpi.device import device_key
-from tests.mpi.training.small import run_of
+from tests.mpi.training.small import run_of, written_once
 
 WORLD = MPI.COMM_WORLD
 SPLIT = {
@@ -44,11 +44,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    found = WORLD.bcast(tmp_path_factory.mktemp("tiles") if WORLD.rank == 0 else None)
-    if WORLD.rank == 0:
-        write_tile_bags(found)
-    WORLD.Barrier()
-    return found
+    return written_once(tmp_path_factory, write_tile_bags)
 
 
 def trained(

@@ -13,7 +13,7 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.shards import ShardDataset
-from tests.mpi.training.small import trained
+from tests.mpi.training.small import trained, written_once
 from tests.training.checkpoints.runs import table
 
 SIZE = 37, 45
@@ -47,12 +47,7 @@ def write(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    world = MPI.COMM_WORLD
-    folder = world.bcast(tmp_path_factory.mktemp("set") if world.rank == 0 else None)
-    if world.rank == 0:
-        write(folder / "set")
-    world.Barrier()
-    return folder / "set"
+    return written_once(tmp_path_factory, lambda folder: write(folder / "set")) / "set"
 
 
 def train(run_dir: Path, data: Path, comm, layout: str) -> tuple[dict, list[dict[str, str]]]:
