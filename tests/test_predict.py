@@ -186,7 +186,7 @@ def test_shards_are_predicted_as_in_validation(case, here):
 
 def test_a_slide_of_which_some_tiles_cannot_be_read_is_told_each_time(case, here):
     path = write_tiff(case / "torn.tif", [picture(203, 187)], side=64)
-    spoil(path, 5, "zero")
+    spoil(path, 5, "zero")  # openslide takes the pixels that its decoder makes of zeros
     words = ("ckpt_path=run", "slides=[torn.tif,b.tif]", "hydra.run.dir=torn", "maps=false")
     for again in (False, True):
         code, said = here(*words)

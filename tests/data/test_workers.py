@@ -153,9 +153,10 @@ def test_a_process_that_is_ended_before_it_begins_ends(tmp_path):
     source = Slow(40)
     source.gate = str(tmp_path / "gate")
     os.mkfifo(source.gate)
+    others = set(multiprocessing.active_children())
     workers = Workers(BatchReader(Views(source, SIZE), batching(2)), 1)
     workers._start()
-    (child,) = multiprocessing.active_children()
+    (child,) = set(multiprocessing.active_children()) - others
     child.terminate()
     Path(source.gate).write_text("go on")
     child.join(20)
@@ -165,11 +166,12 @@ def test_a_process_that_is_ended_before_it_begins_ends(tmp_path):
 
 def test_signals_of_a_launcher_do_not_end_a_worker():
     """They are sent to whole groups of processes, and the run has a checkpoint to write."""
+    others = set(multiprocessing.active_children())
     loader = Loader(views(40), batching(2), workers=1)
     batches = loader.batches()
     for _ in range(4):
         next(batches)
-    told = [child.pid for child in multiprocessing.active_children()]
+    told = [child.pid for child in set(multiprocessing.active_children()) - others]
     told.append(forkserver._forkserver._forkserver_pid)
     for name in ("INT", "TERM", "USR1"):  # by somebody else: their own parent may end them
         subprocess.run(["kill", f"-{name}", *map(str, told)], check=True)

@@ -1,9 +1,9 @@
 """Decoding of a TIFF slide's own tiles, several times as fast as openslide.
 
 Supports JPEG of 8-bit grey or colour, and Aperio's JPEG 2000 of RGB, for levels that match exactly
-one page of the file. Openslide reads all other levels, and every tile that is missing or does not
-decode, and raises the errors. libjpeg conceals damage in a JPEG stream and only warns; openslide
-and simplejpeg turn the warning into an error. Without simplejpeg openslide decodes JPEG tiles.
+one page of the file. Openslide reads all other levels, and every tile that is missing. A tile that
+does not decode is an error: libjpeg conceals damage in a JPEG stream and only warns; simplejpeg
+turns each warning into an error, openslide only those before the last row of pixels.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ class NativeTiles:
         """Read a box of a level; `background` outside of the level.
 
         Returns:
-            uint8 (rows, cols, 3); None if a tile in it is missing or damaged, or the level is
-            not supported.
+            uint8 (rows, cols, 3); None if a tile in it is missing, or the level is not supported.
+
+        Raises:
+            ValueError: a tile is damaged.
         """
         if level not in self.levels:
             return None
@@ -127,8 +129,8 @@ class NativeTiles:
             return None
         try:
             tile = place.decoder.decode(self._stored(level, number))
-        except (ValueError, RuntimeError):  # errors of imagecodecs are RuntimeErrors
-            return None
+        except RuntimeError as error:  # of imagecodecs
+            raise ValueError(str(error)) from error
         return tile if tile.shape == (*place.tile, 3) else None
 
     def _stored(self, level: int, number: int) -> bytes:

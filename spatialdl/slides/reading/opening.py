@@ -172,17 +172,23 @@ class OpenSlideFile(PixelSource):
             except ValueError as error:
                 top, left = self._levels[level].corner(number)
                 x, y = (round(at * self.downsamples[level]) for at in (left, top))
-                raise SlideError(
-                    f"cannot read slide {self._slide} at x={x}, y={y} (level {level}): {error}; "
-                    "the file is damaged there"
-                ) from error
+                raise self._damaged(x, y, level, error) from error
 
     def _from_tiles(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes | None:
         # openslide interpolates between pixels of the level
         col, row = x / self.downsamples[level], y / self.downsamples[level]
         if not (col.is_integer() and row.is_integer() and self.is_native(level)):
             return None
-        return self._opened_tiles().read(level, int(row), int(col), size, self.background)
+        try:
+            return self._opened_tiles().read(level, int(row), int(col), size, self.background)
+        except ValueError as error:  # openslide reads some damaged streams, and tells nobody
+            raise self._damaged(x, y, level, error) from error
+
+    def _damaged(self, x: int, y: int, level: int, error: Exception) -> SlideError:
+        return SlideError(
+            f"cannot read slide {self._slide} at x={x}, y={y} (level {level}): {error}; "
+            "the file is damaged there"
+        )
 
     def _same_pixels(self, level: int) -> bool:
         """Whether openslide gives the same pixels in the first, middle, last and largest tile."""
@@ -193,11 +199,12 @@ class OpenSlideFile(PixelSource):
         for number in sorted(probes & set(range(count))):
             (row, col), (th, tw) = place.corner(number), place.tile
             size = min(th, place.size[0] - row), min(tw, place.size[1] - col)
-            tile = self._opened_tiles().read(level, row, col, size, self.background)
-            if tile is None:
+            try:
+                tile = self._opened_tiles().read(level, row, col, size, self.background)
+            except ValueError:
                 continue
-            expected = self._region_of_level(level, row, col, size)
-            if expected is None:
+            expected = None if tile is None else self._region_of_level(level, row, col, size)
+            if tile is None or expected is None:
                 continue
             if np.abs(tile.astype(np.int16) - expected).max() > _ROUNDING:
                 return False
@@ -226,10 +233,7 @@ class OpenSlideFile(PixelSource):
             self._spoiled = True  # after an error every read with this handle fails
             if again:
                 return self._from_openslide(x, y, level, size, again=False)
-            raise SlideError(
-                f"cannot read slide {self._slide} at x={x}, y={y} (level {level}): {error}; "
-                "the file is damaged there"
-            ) from error
+            raise self._damaged(x, y, level, error) from error
         self.is_patchy |= image.getchannel("A").getextrema() != (255, 255)
         return composited(image, self.background)
 

@@ -146,12 +146,8 @@ def test_of_what_the_optimizer_has_kept_a_rank_reads_its_part_only(folder, tmp_p
         assert state["exp_avg"].untyped_storage().nbytes() == parameter.nbytes
 
 
-@pytest.fixture
-def checkpoint_folder(tmp_path: Path) -> Path:
-    return Path(WORLD.bcast(tmp_path))
-
-
-def test_all_ranks_hear_of_damage_in_any_file(checkpoint_folder):
+def test_all_ranks_hear_of_damage_in_any_file(tmp_path):
+    checkpoint_folder = Path(WORLD.bcast(tmp_path))
     paths = [checkpoint_folder / f"step-{step:08d}" for step in (9, 6, 3)]
     if WORLD.rank == 0:
         for step in (9, 6, 3):
