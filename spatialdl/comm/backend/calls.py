@@ -157,10 +157,15 @@ def _watch() -> None:
     while True:
         time.sleep(LOOK_S)
         _Clock.seconds += LOOK_S
-        for call, until in list(_begun.values()):
-            if _Clock.seconds > until:
-                raise_limit = "raise the timeout of init_process_group or new_group"
-                fail(call, f"took longer than the timeout of {call.timeout_s:g} s, {raise_limit}")
+        _look()
+
+
+def _look() -> None:
+    """Look once; the thread itself would keep the call that it saw last, and so its tensors."""
+    for call, until in list(_begun.values()):
+        if _Clock.seconds > until:
+            raise_limit = "raise the timeout of init_process_group or new_group"
+            fail(call, f"took longer than the timeout of {call.timeout_s:g} s, {raise_limit}")
 
 
 def fail(call: Call, why: str) -> None:
