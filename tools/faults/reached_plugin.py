@@ -12,7 +12,8 @@ _SEEN: dict[str, list[float | str]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    ranks = os.environ.get("OMPI_COMM_WORLD_SIZE", "0")
+    on_tiles = os.environ.get("SPATIALDL_GRIDS") == "tiles"
+    ranks = "tiles" if on_tiles else os.environ.get("OMPI_COMM_WORLD_SIZE", "0")
     device = [os.environ.get(f"SPATIALDL_{name}", "") for name in ("DEVICE", "DEVICE_PATH")]
     # a test that starts a pytest of its own keeps the outer part
     os.environ.setdefault("SPATIALDL_FAULTS_PART", " ".join([ranks, *device]).strip())

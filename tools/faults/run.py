@@ -194,7 +194,9 @@ def run_batch(
     python += ["-o", "addopts=--strict-markers --import-mode=importlib", "-o", "timeout=100"]
     command = [*python, f"@{listed}"]
     ranks, *device = part.split(" ")
-    if ranks != "0":
+    if ranks == "tiles":  # virtual ones, in a single process
+        env = {**env, "SPATIALDL_GRIDS": "tiles"}
+    elif ranks != "0":
         mpiexec = str(Path(sys.executable).with_name("mpiexec"))
         command = [mpiexec, "--oversubscribe", "-n", ranks, *command]
     if device:

@@ -58,7 +58,8 @@ def test_they_are_in_tables_and_decide_on_the_end(tmp_path):
     assert "MulticlassF1Score" in (tmp_path / "report.html").read_text()
 
 
-def test_what_they_get_of_each_task():
+def test_what_they_get_of_each_task(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # they waited for it
     mape = {"_target_": "torchmetrics.regression.MeanAbsoluteError"}
     values, labels = torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([[2.0], [torch.nan], [7.0]])
     found = own("regression", mape).of_samples(values.double(), labels)
