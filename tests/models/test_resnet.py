@@ -13,6 +13,8 @@ from spatialdl.models import (
     resnet50,
     resnet110_v2,
     resnet_v2,
+    unet,
+    vit,
     wide_view,
 )
 from spatialdl.pipeline.recording import Forward
@@ -38,6 +40,8 @@ def test_names_and_arithmetic_are_torchvisions(build, name):
         (resnet18, 11_689_512),  # as torchvision's
         (resnet50, 25_557_032),
         (wide_view, 62_794),
+        (lambda: unet(num_classes=2, in_channels=1), 31_036_546),  # of the paper
+        (vit, 22_050_664 - (14 * 14 + 1) * 384),  # positions are not learned
         # Huang et al. 2019 (GPipe), table 1, in millions
         (lambda: amoebanet_d(1000, 3, 18, 208), 82e6),
         (lambda: amoebanet_d(1000, 3, 18, 544), 542e6),

@@ -1,4 +1,4 @@
-"""Type checks of configuration values: switches and numbers."""
+"""Type checks of configuration values: switches and numbers; values in files of other people."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,6 +26,8 @@ _STEPS = (
 )
 _NO_DEFAULT = {"scheduler.max_lr": (_NUMBER, _NULL), **dict.fromkeys(_STEPS, (_WHOLE, _NULL))}
 """Keys that are null in all files, and otherwise checked only after the network is built."""
+
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 _NAMED = ("data.mean", "data.std", "parallel.tensor")
 """Keys that also accept names or lists, see `data.normalisation` and `training.layouts`."""
@@ -104,3 +107,23 @@ def _is(kind: str, value: object) -> bool:
 
 def _written(value: object) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def literal(settings: Mapping[str, Any]) -> DictConfig:
+    r"""A configuration in which ``${...}`` stands for itself.
+
+    Otherwise ``${oc.env:NAME}`` in a file would show an environment variable of whoever reads it,
+    and ``${new_folder:PATH}`` would create folders.
+    """
+    config: DictConfig = OmegaConf.create(_escaped(settings))
+    return config
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    if isinstance(value, str):
+        return _INTERPOLATION.sub(lambda found: 2 * found[1] + r"\${", value)
+    return value

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
-from yaml import YAMLError
 
+from spatialdl.common.configuring.values import literal
 from spatialdl.common.files import save_table
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
@@ -193,7 +195,7 @@ class CasePictures:
 def config_of(folder: Path) -> DictConfig | None:
     """The configuration of a directory of predictions; None if it is missing."""
     try:
-        found = OmegaConf.load(folder / ".hydra" / "config.yaml")
-    except (OSError, ValueError, YAMLError):
+        found = yaml.safe_load((folder / ".hydra" / "config.yaml").read_text())
+        return literal(found) if isinstance(found, dict) else None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
         return None
-    return found if isinstance(found, DictConfig) else None

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.common import fields
+from spatialdl.common.configuring.values import literal
 from spatialdl.data.format import Manifest
 from spatialdl.data.image_source import DTYPES
 from spatialdl.data.normalisation import Normalisation
@@ -20,6 +21,7 @@ from spatialdl.data.volume_geometry import Geometry
 from spatialdl.errors import CheckpointError, ShardError
 from spatialdl.training.checkpoints.folder import CONTENT, candidates
 from spatialdl.training.checkpoints.reading import Checkpoint, first_whole, sha256
+from spatialdl.training.checks import TASKS
 
 BAGS = "bags"
 """`data=` of networks that take features of tiles."""
@@ -123,7 +125,7 @@ def trained_in(path: Path) -> Trained:
         content = checkpoint.content
     digest = sha256(path / CONTENT)  # which contains the digests of the other files
     try:
-        config = OmegaConf.create(fields.table(content, "config"))
+        config = literal(fields.table(content, "config"))
         _check_types(config)
         step, classes = fields.whole(content, "step"), int(config.data.num_classes)
         recorded = content.get("data") or _of_manifest(config)
@@ -168,6 +170,8 @@ def _check_types(config: DictConfig) -> None:
     data, trainer = (dict(config[group]) for group in ("data", "trainer"))
     for group, key in (("task", "name"), ("model", "_target_"), ("data", "name")):
         fields.text(config[group], key)
+    if config.task.name not in TASKS:
+        raise ValueError(f"task.name is {fields.shown(config.task.name)}")
     for key in ("channels", "num_classes"):
         if fields.whole(data, key, 1) > _MOST:
             raise ValueError(f"data.{key} is {data[key]}")

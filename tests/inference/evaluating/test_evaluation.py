@@ -11,6 +11,7 @@ import pytest
 from sklearn import metrics as known
 
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.inference.evaluating.cases import config_of
 from spatialdl.inference.evaluating.checks import check_evaluation
 from spatialdl.inference.evaluating.evaluation import run
 from spatialdl.inference.evaluating.levels import group_of, levels_of
@@ -298,3 +299,9 @@ def test_labels_by_sample_need_predictions_of_a_data_set(tmp_path):
     given = Predicted("classification", ["no", "yes"], ["a"], ["a"], place, values)
     with pytest.raises(ValueError, match="by sample, but the predictions have no column sample"):
         find_truth(given, file)
+
+
+def test_the_configuration_beside_predictions_is_not_resolved(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("slides: ${oc.env:HOME}\n")
+    assert config_of(tmp_path).slides == "${oc.env:HOME}"

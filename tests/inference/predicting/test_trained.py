@@ -132,6 +132,7 @@ def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_pat
         ("config__data__image_size", [32]),
         ("config__data__background", "white"),
         ("config__task__name", 3),
+        ("config__task__name", "${oc.env:HOME}"),
         ("config__model___target_", None),
         ("config__trainer__tf32", "yes"),
         ("data", {"classes": [1, 2, 3]}),
@@ -149,6 +150,14 @@ def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_pat
 def test_what_cannot_be_is_refused(key, value, changed):
     with pytest.raises(CheckpointError, match="does not record how its network is built"):
         changed(**{key: value})
+
+
+def test_what_a_file_says_is_not_resolved(changed, tmp_path):
+    """Variables of the reader's environment came into messages, and folders were made."""
+    folder, variable = f"${{new_folder:{tmp_path}/made}}", r"\\${oc.env:HOME}"
+    found = changed(config__data__path=folder, config__model__more=variable)
+    assert (found.config.data.path, found.config.model.more) == (folder, variable)
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
