@@ -110,9 +110,8 @@ def alike() -> list[object]:
 def test_the_same_layout_goes_on_bit_for_bit(layout, optimizer, folder, tmp_path):
     before = saved(folder, layout, optimizer)
     path = run_dir_of(folder, layout, optimizer) / CHECKPOINT
-    draw_elsewhere = torch.rand(WORLD.rank + 1)  # nobody's business
+    torch.rand(WORLD.rank + 1)  # drawn elsewhere
     ours = in_layout(WORLD, layout, tmp_path / "run", optimizer, f"ckpt_path='{path}'")
-    assert len(draw_elsewhere)
     if ours is not None:
         assert_same_bits(ours, before)
 
