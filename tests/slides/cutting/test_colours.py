@@ -164,7 +164,8 @@ def image(strength: float = 0.5, stains: np.ndarray = TRUE) -> np.ndarray:
 
 @pytest.mark.parametrize(("method", "stains"), [("macenko", TRUE), ("vahadane", OTHER)])
 def test_known_mixtures_are_taken_apart(method, stains):
-    found = colours_of(image(1.0, stains).reshape(-1, 3), method)
+    pixels = np.append(image(1.0, stains).reshape(-1, 3), INKS, 0).astype(np.uint8)
+    found = colours_of(pixels, method)
     assert isinstance(found, StainColours)
     cosines = (found.stains * stains).sum(1)
     assert np.degrees(np.arccos(np.minimum(cosines, 1))).max() < 3.5
