@@ -129,6 +129,5 @@ def test_the_configuration_of_the_site_fetches_nothing():
     settings = yaml.safe_load(text)
     assert settings["theme"]["font"] is False
     assert "extra_javascript" not in settings
-    # or the search of pages on a disk takes its script from the network
-    assert settings["extra"] == {"polyfills": ["iframe-worker.js"]}
+    assert settings["extra"] == {"polyfills": ["iframe-worker.js"]}  # or a script of the network
     assert (DOCS / "iframe-worker.js").is_file()
