@@ -131,7 +131,7 @@ UNSUPPORTED: Refusals = {
             (r"^__getitem__ .* 8x8.*masked_fill", lambda x, i=index: x[i])
             for index in (
                 (ALL, ALL, torch.tensor([0, 2]), torch.tensor([1, 2])),
-                (ALL, ALL, ONE(8, dtype=torch.bool)),
+                *((ALL, ALL, ONE(8, dtype=kind)) for kind in (torch.bool, torch.uint8)),
                 ONE(IMAGE, dtype=torch.bool),
                 (ALL, True),
             )
