@@ -41,7 +41,7 @@ def progress_bar(
     """
     from tqdm import tqdm  # imported here, as it is slow
 
-    how = {"disable": None if shows else True, "leave": False} | more
+    how = {"disable": None if shows else True, "leave": False, "dynamic_ncols": True} | more
     return tqdm(items, what, unit=unit, **how)
 
 

@@ -254,7 +254,6 @@ class StepWatch:
             total=self._operations,
             delay=DELAY_S,
             disable=not self._shows,
-            dynamic_ncols=True,
         ) as bar:
             for one in self._across:
                 one.stops = self._stops

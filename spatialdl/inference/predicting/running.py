@@ -291,9 +291,7 @@ class ActivationMaps:
 def bar(name: str, what: str, total: int, unit: str, *, shows: bool = True) -> tqdm[Any]:
     """A progress bar that is erased when closed; it needs a terminal."""
     hidden = not (shows and has_terminal())
-    return progress_bar(
-        None, f"{name}, {what}", unit, total=total, disable=hidden, dynamic_ncols=True
-    )
+    return progress_bar(None, f"{name}, {what}", unit, total=total, disable=hidden)
 
 
 @dataclass

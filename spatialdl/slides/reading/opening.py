@@ -203,8 +203,10 @@ class OpenSlideFile(PixelSource):
                 tile = self._opened_tiles().read(level, row, col, size, self.background)
             except ValueError:
                 continue
-            expected = None if tile is None else self._region_of_level(level, row, col, size)
-            if tile is None or expected is None:
+            if tile is None:
+                continue
+            expected = self._region_of_level(level, row, col, size)
+            if expected is None:
                 continue
             if np.abs(tile.astype(np.int16) - expected).max() > _ROUNDING:
                 return False

@@ -60,7 +60,6 @@ class StepProgress:
                 initial=self._done,
                 disable=False,
                 leave=True,
-                dynamic_ncols=True,
             )
             self._bar = self._open.enter_context(bar)
         return self
