@@ -231,7 +231,7 @@ class Agreement:
         self._tensor_comm = tensor_comm.duplicate()
         divides = tensor_comm.size > 1
         self._channels_comm = channels_comm.duplicate() if divides else self._grid_comm
-        self._images = self._averages = 0
+        self._images = self._averages = self._steps = 0
         self._backward = -1
         self.compares = False
 
@@ -321,6 +321,16 @@ class Agreement:
                 "build the network, or wrap it in SpatialParallel, which broadcasts the weights "
                 f"of rank 0; load and change weights on every rank ({HOW_TO_SWITCH_OFF})"
             )
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> str:
+        """Which of these gradients differs between ranks, as text, where a step is compared."""
+        self._steps += 1
+        named = {
+            f"that of parameter {number}": one.grad
+            for number, one in enumerate(parameters)
+            if one.grad is not None
+        }
+        return first_difference(self._comm, named, OF_WEIGHTS) if is_due(self._steps) else ""
 
     def _begins(self) -> bool:
         """Whether this step is compared; False in other threads, which may be ahead."""

@@ -38,7 +38,8 @@ class Replicated:
         module: the same on all ranks of `comm`.
         axes: mesh axes along which its parameters are replicated.
         comm: ranks along these axes.
-        copies: number of summed gradients; exceeds the ranks if a rank holds several copies.
+        copies: number of summed gradients; exceeds the ranks if a rank holds several copies, is
+            smaller if some ranks compute none.
         lane: the same ranks, for buckets that overlap with backward; None to send all after it.
     """
 
@@ -69,7 +70,7 @@ class Reducer:
     """
 
     def __init__(self, modules: Iterable[Replicated]) -> None:
-        self._modules = [one for one in modules if one.copies > 1]
+        self._modules = [one for one in modules if max(one.copies, one.comm.size) > 1]
         self.trained: list[nn.Parameter] = []
         self._handles: list[Any] = []
         self._plan: list[_Bucket] = []

@@ -78,17 +78,17 @@ class ForwardState:
         self._moving = {one.full for one in self._buffers if isinstance(one.module, NormBase)}
         self._written: set[str] = set()  # weights, while they are gathered
         self._late: set[str] = set()  # changed since ranks last told each other
-        self._steps, self._looks_at_values = 0, True
+        self._begun, self._looks_at_values = {False: 0, True: 0}, True
         self._forward: set[int] = set()
         self._start: tuple[list[Tensor | None], list[_Mark]] = [], []
         for path, unit in modules:
             if unit in units:
                 self._watch(unit, path)
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._steps += 1
-        self._looks_at_values = self._steps & (self._steps - 1) == 0
+    def begin(self, evaluates: bool) -> None:
+        """Begin a step, or the evaluation of a batch."""
+        self._begun[evaluates] += 1
+        self._looks_at_values = self._begun[evaluates] & (self._begun[evaluates] - 1) == 0
         self._forward.clear()
         if self._comm.size > 1:
             tensors = self._tensors()
@@ -123,7 +123,7 @@ class ForwardState:
                 )
 
     @torch.no_grad()
-    def fold(self, slices: int) -> None:
+    def fold(self) -> None:
         """Set the buffers of the first replica on all ranks; collective.
 
         Replicas without samples in some micro-batch do not count.

@@ -62,7 +62,8 @@ class Pipeline:
         layout: a mesh of `init_mesh` for a network in one stage, or a `Placement`; None to use
             the keywords `grid` to `interleave`.
         image_size: (channels, *size) of the whole images.
-        criterion: the mean loss of outputs and targets.
+        criterion: the mean loss of outputs and targets. Gradients of its parameters, if it is a
+            module with some, are averaged as well; give them to the optimizer, too.
         schedule: "gpipe", "1f1b", "interleaved" (ranks hold several stages each),
             "gems" or "mast", or "basic" (a second copy of the network in reverse order).
         microbatches: number of micro-batches in a batch; even with GEMS.
@@ -151,6 +152,8 @@ class Pipeline:
             )
         _check_size(size, placement)
         broadcast_state(model, world)
+        if isinstance(criterion, nn.Module):
+            broadcast_state(criterion, world)
         self._names = list(model.state_dict())
         self._size, self._world, self._compares = size, world, check is not False
         self.steps = 0

@@ -33,6 +33,7 @@ class Gradients:
         device: of the stages.
         channels: by stage, the number of ranks that divide the channels of its weights.
         divided: ids of the divided parameters; other parameters are whole on each of these ranks.
+        criterion: the loss on all ranks, if it has parameters; they are averaged only.
     """
 
     def __init__(
@@ -43,14 +44,20 @@ class Gradients:
         device: torch.device = _CPU,
         channels: Mapping[int, int] = MappingProxyType({}),
         divided: Collection[int] = (),
+        criterion: Replicated | None = None,
     ) -> None:
         self.stages, self._sharded, self._comm = stages, sharded, comm
         self._device, self._channels, self._divided = device, channels, divided
         # in number order, so that ranks that share several stages reduce them in the same order
         self._reducer = Reducer(stages[number] for number in sorted(stages, reverse=True))
+        self._criterion = criterion
+        self._of_criterion = Reducer([criterion]) if criterion else None
 
     def begin(self) -> None:
-        """Prepare for a step."""
+        """Drop the gradients of the last step, and prepare for the next one."""
+        for one in (*self.stages.values(), self._criterion):
+            if one is not None:
+                one.module.zero_grad()
         self._reducer.follow()
 
     def before_backward(self, stage: int, is_last: bool) -> None:
@@ -61,10 +68,12 @@ class Gradients:
             self._reducer.last_backward(self.stages[stage].module)
 
     def average(self) -> None:
-        """Average the accumulated gradients over all ranks that hold a stage."""
+        """Average the accumulated gradients over all ranks that hold a stage, or the criterion."""
         for sharded in self._sharded.values():
             sharded.check_gradients()
         self._reducer.reduce()
+        if self._of_criterion is not None:
+            self._of_criterion.reduce()
 
     def unscale(self, scale: float) -> bool:
         """Divide all gradients by `scale` if all are finite on every rank.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,7 +117,8 @@ class PipelineRuntime:
         replicated = self._replicated(meshes, groups)
         channels = {stage: mesh.tensor for stage, mesh in meshes.items()}
         self.gradients = Gradients(
-            *(replicated, self.sharded, comm, self.device), channels, self.divided
+            *(replicated, self.sharded, comm, self.device),
+            *(channels, self.divided, self._replicated_criterion()),
         )
         units = {stage: sharded.units for stage, sharded in self.sharded.items()}
         sync, microbatches = options.sync_batchnorm, schedule.microbatches
@@ -244,6 +246,15 @@ class PipelineRuntime:
             replicated[stage] = stage_weights
         return replicated
 
+    def _replicated_criterion(self) -> Replicated | None:
+        """The criterion, which ranks without a last stage hold as well, if it is trained."""
+        criterion = self.criterion
+        if not isinstance(criterion, nn.Module) or next(criterion.parameters(), None) is None:
+            return None
+        placement = self.placement
+        losses = placement.network_copies * placement.widths[-1] * prod(placement.stream or (1,))
+        return Replicated(criterion, (), self._comm, losses)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of all stages on this rank."""
         for _, parameter in self.named_parameters():
@@ -299,7 +310,6 @@ class PipelineRuntime:
         """
         for module in self.stages.values():
             start_training(module)
-            module.zero_grad()
         self._check_samples(microbatches)
         self._scale = scale
         self.gradients.begin()
@@ -385,16 +395,20 @@ class PipelineRuntime:
         """Yield the last stage's results for each micro-batch, in evaluation mode."""
         for module in self.stages.values():
             module.eval()
+        self._context.begin(microbatches)
         with ExitStack() as stack:
             for sharded in self.sharded.values():
                 stack.enter_context(sharded.gathered())
             todo = self._todo(self._evaluate, microbatches)
             for action in self._in_turn(todo, microbatches):
                 placed = self._placed[action.copy, action.stage]
-                made = placed.forward(action.microbatch, microbatches[action.microbatch])
+                microbatch = microbatches[action.microbatch]
+                with self._context.forward(placed, action.microbatch, microbatch):
+                    made = placed.forward(action.microbatch, microbatch)
                 if placed.is_last:
                     yield action.microbatch, made
             self._wait_sent()
+        self._context.fold(len(microbatches))
 
     def _todo(self, actions: list[Action], microbatches: Sequence[Microbatch]) -> list[Action]:
         if len(microbatches) != self.schedule.microbatches:

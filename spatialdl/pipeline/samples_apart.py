@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,10 @@ class _Probe:
         self._parts = {n: placed.arriving(n * self._each, dtype) for n in (ALL, FEWER)}
 
     def mixing(self) -> str:
-        """What depends on other samples; empty if all are independent."""
+        """What depends on other samples, in training or evaluation; empty if nothing does."""
+        return self._mixing_in(training=True) or self._mixing_in(training=False)
+
+    def _mixing_in(self, training: bool) -> str:
         tiles = {value: self._tile(value, part) for value, part in self._parts[ALL].items()}
         dims = {
             value: _sample_dim(tile.shape, self._shape(self._parts[FEWER][value]))
@@ -84,11 +88,12 @@ class _Probe:
         fewer = {value: _part(tile, dims[value], 0) for value, tile in tiles.items()}
         strangers = [_moved(tiles, dims, fill) for fill in (float("nan"), 3.0)]
 
-        whole, some = self._run(ALL, tiles), self._run(FEWER, fewer)
+        run = partial(self._run, training)
+        whole, some = run(ALL, tiles), run(FEWER, fewer)
         try:
-            moved = self._run(ALL, strangers[0])
+            moved = run(ALL, strangers[0])
         except Exception:  # a forward may refuse NaN
-            moved = self._run(ALL, strangers[1])
+            moved = run(ALL, strangers[1])
         mixed = (name for name in whole if not _apart(whole[name], some[name], moved[name]))
         return next((f"{name} of stage {self._placed.position.stage}" for name in mixed), "")
 
@@ -108,14 +113,17 @@ class _Probe:
         return torch.randn(shape, generator=draw).to(self._device, part.dtype)
 
     @torch.no_grad()
-    def _run(self, number: int, tiles: dict[Value, Tensor]) -> _Seen:
+    def _run(self, training: bool, number: int, tiles: dict[Value, Tensor]) -> _Seen:
         stage = self._placed.module
         values = {
             value: received(tiles[value].clone(), shape, self._placed.mesh)
             for value, shape in self._parts[number].items()
         }
         with _as_it_was(stage), autocast(self._device, self._mixed), keyed(0, 0), _Calm():
-            start_training(stage)
+            if training:
+                start_training(stage)
+            else:
+                stage.eval()
             seen = {"the output": _local(run_stage(stage, values, number * self._each))}
             return seen | {f"'{name}', a buffer,": [x] for name, x in stage.named_buffers()}
 

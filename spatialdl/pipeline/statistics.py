@@ -58,7 +58,7 @@ class SliceStatistics:
             and is_plain(layer)
             and layer.running_mean is not None
         ]
-        self._slice, self._counts = 0, True
+        self._slice, self._counts, self._has_backward = 0, True, True
         self._kept: dict[BatchNormBase, list[_Kept]] = {norm: [] for norm in self._norms}
         self._before: dict[BatchNormBase, tuple[float | None, Tensor, Tensor, Tensor]] = {}
         for norm in self._norms:
@@ -80,6 +80,7 @@ class SliceStatistics:
             counts: True on exactly one of the ranks that share the slice.
         """
         self._slice, self._counts = number, counts
+        self._has_backward = torch.is_grad_enabled()
         self._hooks = top_saved_tensors_hooks(False)
         yield
 
@@ -87,7 +88,7 @@ class SliceStatistics:
         """Set momentum 1 and fresh buffers, which receive the unweighted statistics of a slice."""
         if not (isinstance(norm, BatchNormBase) and norm.training) or replaying():
             return
-        if self._in_order and not self._may_run_again(norm):
+        if self._in_order and not (self._has_backward and self._may_run_again(norm)):
             return
         self._before[norm] = norm.momentum, *_buffers(norm)
         norm.momentum = 1.0
@@ -124,8 +125,15 @@ class SliceStatistics:
         return True
 
     @torch.no_grad()
-    def fold(self, slices: int) -> None:
-        """Fold in the statistics of all slices of the batch; collective."""
+    def fold(self, slices: int, evaluates: bool = False) -> None:
+        """Fold in the statistics of all slices of the batch; collective.
+
+        Args:
+            evaluates: whether only layers that stay in training mode have kept any.
+        """
+        if evaluates and not any(norm.training for norm in self._norms):
+            self._check_none_kept()
+            return
         if not self._norms:
             return
         own = torch.zeros(len(self._norms), slices, dtype=torch.int64)
@@ -146,6 +154,14 @@ class SliceStatistics:
             if updates:
                 _add([self._norms[n] for n in norms], updates, torch.cat(parts))
         foreach_add_([_buffers(norm)[2] for norm in self._norms], [sum(r) for r in calls])
+
+    def _check_none_kept(self) -> None:
+        layer = next((norm for norm, kept in self._kept.items() if kept), None)
+        if layer is not None:
+            raise UnsupportedSpatialOp(
+                f"a {type(layer).__name__} is in training mode within the forward of an evaluation "
+                "only: let it stay in training mode, or use F.batch_norm with training=True"
+            )
 
     def _own_part(self, norm: BatchNormBase, calls: list[int]) -> Tensor:
         """Contribution of this rank's slices to the layer's statistics."""

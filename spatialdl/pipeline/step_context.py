@@ -21,9 +21,9 @@ from spatialdl.spatial.replicas import BatchNormOver
 
 
 class StepContext:
-    """Random numbers, shared statistics and updated state of a pipeline's steps.
+    """Random numbers, shared statistics and updated state of a pipeline's steps and evaluations.
 
-    Collective over all its ranks, which begin and end steps together. Random numbers and
+    Collective over all its ranks, which begin and end them together. Random numbers and
     statistics match a single process that accumulates over the slices of a batch: micro-batch by
     micro-batch, replica by replica within it.
 
@@ -52,6 +52,7 @@ class StepContext:
         seed: int,
     ) -> None:
         self._comm, self._seed, self._step = comm, seed, 0
+        self._evaluates = False
         self._data, self._over_replicas = placement.data, over_replicas and placement.data > 1
         self._replica = placed[0].position.replica
         self._kept: dict[int, tuple[SliceStatistics, ForwardState]] = {}
@@ -69,9 +70,16 @@ class StepContext:
             self._local |= {stage} if is_local else set()
         self._samples: list[dict[int, int]] = []
 
-    def begin(self, microbatches: Sequence[Microbatch], step: int) -> None:
-        """Begin the step numbered `step`, from 0; agree on the ranks that share micro-batches."""
-        self._step = step
+    def begin(self, microbatches: Sequence[Microbatch], step: int | None = None) -> None:
+        """Begin a step or the evaluation of a batch; agree on the ranks that share micro-batches.
+
+        Args:
+            step: number of the step, from 0; None for an evaluation. Those that follow a step
+                count -1, -2 ..., so that its weights are evaluated with the same random numbers
+                whatever came before.
+        """
+        self._evaluates = step is None
+        self._step = min(self._step, 0) - 1 if step is None else step
         rows = {self._replica: [microbatch.samples for microbatch in microbatches]}
         if self._over_replicas:
             own = torch.tensor([self._replica, *rows[self._replica]])
@@ -85,7 +93,7 @@ class StepContext:
             for row in of_replicas
         ]
         for _, state in self._kept.values():
-            state.begin()
+            state.begin(self._evaluates)
 
     def _slice(self, microbatch: int, replica: int) -> int:
         """Number of a slice in the order of a single process."""
@@ -123,8 +131,8 @@ class StepContext:
         return BatchNormOver(placed.ranks_of(self._samples[number]), parts)
 
     def fold(self, microbatches: int) -> None:
-        """At the end of a step, fold its slices into running statistics and other state."""
+        """At the end, fold the slices of the batch into running statistics and other state."""
         slices = microbatches * (1 if self._over_replicas else self._data)
-        for kept in self._kept.values():
-            for keeper in kept:
-                keeper.fold(slices)
+        for statistics, state in self._kept.values():
+            statistics.fold(slices, self._evaluates)
+            state.fold()

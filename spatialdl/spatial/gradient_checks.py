@@ -38,7 +38,7 @@ def hook_result(arguments: Any, result: Any, compares: bool = True) -> Any:
     if agreement is None or not agreement.compares or in_backward:
         return result
     if mesh.size > 1:  # else there is nothing to average
-        _note_parameters(flat, agreement.rank)
+        _note_parameters(flat, agreement)
     for value in tree_leaves(result):
         is_whole = isinstance(value, Tensor) and not is_spatial(value)
         if is_whole and value.requires_grad and not value.is_leaf:
@@ -65,46 +65,56 @@ def _hook(value: Tensor, agreement: Agreement, compares: bool) -> None:
 
 
 class _Gradients:
-    unaveraged: Any = WeakIdKeyDictionary()
-    """For each parameter of a split operation, whether its gradient is not averaged."""
+    agreements: Any = WeakIdKeyDictionary()
+    """Of the meshes of images that met a parameter."""
+
+    averaged: Any = WeakIdKeyDictionary()
+    """Whether a parameter's gradient was averaged after it was accumulated."""
 
     is_hooked = has_warned = False
 
 
-def _note_parameters(arguments: Iterable[Any], rank: int) -> None:
+def _note_parameters(arguments: Iterable[Any], agreement: Agreement) -> None:
     for value in arguments:
         is_trained = isinstance(value, nn.Parameter) and value.requires_grad
-        if is_trained and not is_spatial(value) and value not in _Gradients.unaveraged:
-            _Gradients.unaveraged[value] = False
+        if is_trained and not is_spatial(value) and value not in _Gradients.agreements:
+            _Gradients.agreements[value] = agreement
             value.register_post_accumulate_grad_hook(_note_gradient)
-    if not _Gradients.is_hooked and rank == 0:  # one warning is enough
+    if not _Gradients.is_hooked:
         _Gradients.is_hooked = True
         register_optimizer_step_post_hook(_look_at_gradients)
 
 
 def _note_gradient(parameter: Tensor) -> None:
-    _Gradients.unaveraged[parameter] = True
+    _Gradients.averaged[parameter] = False
 
 
 def note_averaged(parameters: Iterable[nn.Parameter]) -> None:
     """Record that the gradients of these parameters were averaged."""
     for parameter in parameters:
-        if _Gradients.unaveraged.get(parameter):
-            _Gradients.unaveraged[parameter] = False
+        _Gradients.averaged[parameter] = True
 
 
 def _look_at_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check after a step, which may include the backward (always in Lightning)."""
+    """Compare gradients that were not averaged, in an optimizer with parameters of split images.
+
+    After a step, which may include the backward (always in Lightning). Others of its parameters
+    need not meet split images, such as the weights of a loss.
+    """
     if _Gradients.has_warned:
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and _Gradients.unaveraged.get(parameter):
-                _Gradients.has_warned = True
-                warnings.warn(
-                    f"{type(optimizer).__name__} steps on gradients of a split image that were "
-                    "never averaged over the ranks: call spatialdl.average_gradients(model, mesh) "
-                    "after backward, or wrap the network in spatialdl.SpatialParallel",
-                    stacklevel=3,
-                )
-                return
+    own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    met = (agreement for p in own if (agreement := _Gradients.agreements.get(p)) is not None)
+    agreement, local = next(met, None), [p for p in own if not _Gradients.averaged.get(p)]
+    if agreement is None or not local:
+        return
+    found = agreement.gradients(local)
+    if found:
+        _Gradients.has_warned = True
+    if found and agreement.rank == 0:  # one warning is enough
+        warnings.warn(
+            f"{type(optimizer).__name__} steps on gradients that were never averaged over the "
+            f"ranks: {found}; call spatialdl.average_gradients(module, mesh) after backward, or "
+            "wrap the module in spatialdl.SpatialParallel, also a loss that has parameters",
+            stacklevel=3,
+        )

@@ -34,11 +34,12 @@ from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.random import keyed, scope
 from spatialdl.spatial.streaming.memory import memory_within
+from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.tasks.losses import segmentation_loss
 from spatialdl.training.tasks.task import Task
 from tests.mpi.device import DEVICE, REFERENCE
 from tests.mpi.equality_cases import Case
-from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain, RandomVolumeNet, Transformer
+from tests.mpi.equality_networks import NETWORKS, Plain, Transformer
 
 LIMIT_GB = 5e-4
 """Of memory for virtual tiles: a few of their activations."""
@@ -49,8 +50,11 @@ TOLERANCE = 1e-10
 
 
 class Outcome(NamedTuple):
+    """`outputs` of an evaluation after training, on each rank by the first sample."""
+
     losses: list[float]
     state: dict[str, Tensor]
+    outputs: dict[int, Tensor]
 
 
 def images_and_labels(case: Case, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -89,7 +93,7 @@ def forward(model: nn.Module, x: Tensor) -> Tensor:
     if isinstance(model, VisionTransformer):
         with drawing_by_name(model):
             return model(x)
-    if not isinstance(model, RandomChain | RandomVolumeNet):
+    if not isinstance(model, nn.Sequential):
         return model(x)
     for name, layer in model.named_children():
         with scope(name):
@@ -149,7 +153,25 @@ def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         losses.append(total)
-    return Outcome(losses, {name: value.cpu() for name, value in model.state_dict().items()})
+    outputs = evaluated_alone(case, model, dtype, mixed)
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    return Outcome(losses, state, {0: outputs})
+
+
+@torch.no_grad()
+def evaluated_alone(
+    case: Case, model: nn.Module, dtype: torch.dtype, mixed: torch.dtype | None
+) -> Tensor:
+    images, _ = images_and_labels(case, STEPS, dtype)
+    images, own, outputs = images.to(next(model.parameters()).device), OwnBuffers(case, model), []
+    model.eval()
+    for number, (start, stop) in enumerate(piece for row in slices(case) for piece in row):
+        if stop > start:
+            own.take(number)
+            with keyed(SEED, -1, number), autocast(mixed):
+                outputs.append(forward(model, images[start:stop]))
+    own.settle()
+    return torch.cat(outputs).cpu()
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -221,31 +243,42 @@ def parallel(
     optimizer = optimiser(pipeline.parameters())
     losses = []
     for step in range(STEPS):
-        images, labels = images_and_labels(case, step, dtype)
-        microbatches = []
-        for number, row in enumerate(slices(case)):
-            start, stop = row[pipeline.replica]
-            first, last = pipeline.first(number), pipeline.last(number)
-            one = Microbatch(
-                stop - start,
-                (stop - start) / case.batch,
-                own_tile(case, first, images[start:stop]) if first else None,
-                own_target(case, last, labels[start:stop]) if last else None,
-            )
-            if case.placement.stream and case.segments and last:
-                masks = own_tile(case, last, labels[start:stop])
-                shape = tuple(masks.shape)
-                one.target, one.masks = (
-                    None,
-                    TileRegion(shape, masks.dtype, case.size, masks.__getitem__),
-                )
-            microbatches.append(one)
-        losses.append(world.allreduce(float(pipeline.train_step(microbatches, step))))
+        parts = microbatches(case, pipeline, step, dtype)
+        losses.append(world.allreduce(float(pipeline.train_step(parts, step))))
         if case.clip:
             pipeline.gradients.clip(case.clip)
         optimizer.step()
+    outputs = {}
+    parts = microbatches(case, pipeline, STEPS, dtype)
+    for number, output in pipeline.evaluate(parts).items():
+        start, stop = slices(case)[number][pipeline.replica]
+        first = start + pipeline.own_outputs(number, stop - start).start
+        whole = output.full_tensor() if isinstance(output, SpatialTensor) else output
+        outputs[first] = whole.cpu()
     state = {name: value.cpu() for name, value in pipeline.state_dict().items()}
-    return Outcome(losses, state)
+    return Outcome(losses, state, outputs)
+
+
+def microbatches(
+    case: Case, pipeline: PipelineRuntime, step: int, dtype: torch.dtype
+) -> list[Microbatch]:
+    images, labels = images_and_labels(case, step, dtype)
+    parts = []
+    for number, row in enumerate(slices(case)):
+        start, stop = row[pipeline.replica]
+        first, last = pipeline.first(number), pipeline.last(number)
+        one = Microbatch(
+            stop - start,
+            (stop - start) / case.batch,
+            own_tile(case, first, images[start:stop]) if first else None,
+            own_target(case, last, labels[start:stop]) if last else None,
+        )
+        if case.placement.stream and case.segments and last:
+            masks = own_tile(case, last, labels[start:stop])
+            one.target = None
+            one.masks = TileRegion(tuple(masks.shape), masks.dtype, case.size, masks.__getitem__)
+        parts.append(one)
+    return parts
 
 
 def own_tile(case: Case, mesh: Mesh, images: Tensor) -> Tensor:
@@ -270,5 +303,8 @@ def check_equality(case: Case, world: MPI.Intracomm) -> None:
     for name, value in ours.state.items():
         difference = (value.double() - plain.state[name].double()).abs().max()
         assert difference <= TOLERANCE, f"{name} differs by {difference}"
+    for first, output in ours.outputs.items():
+        expected = plain.outputs[0][first : first + len(output)]
+        torch.testing.assert_close(output.double(), expected.double(), rtol=0, atol=TOLERANCE)
     names = set().union(*world.allgather(list(ours.state)))
     assert names == set(plain.state), "the stages together must hold the whole state dict"

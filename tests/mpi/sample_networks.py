@@ -106,6 +106,13 @@ class Averages(nn.Module):
         return x * self.constant
 
 
+class Always(nn.Sequential):
+    """Layers that stay in training mode."""
+
+    def train(self, mode: bool = True) -> nn.Sequential:
+        return super().train()
+
+
 class Moving(nn.Module):
     """A running mean that evaluation takes off each channel, moved along in one of three ways."""
 
@@ -165,6 +172,22 @@ class Centred(nn.Module):
         return x - x.mean(0) + spread
 
 
+class Drops(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3)
+
+
+def of_samples(*more: nn.Module) -> nn.Module:
+    """Its evaluation is by statistics of the samples given, too, which some layers keep."""
+    statistics = nn.BatchNorm2d(6, track_running_stats=False)
+    return chain(statistics, conv(), Always(nn.BatchNorm2d(6)), conv(), Normalised(), *more, conv())
+
+
+class CentredInEvaluation(Centred):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else super().forward(x)
+
+
 def averages() -> nn.Module:
     norms = OwnNorm(6), conv(), LouderNorm(6, momentum=0.2), Normalised(), conv()
     instance = nn.InstanceNorm2d(6, track_running_stats=True)
@@ -190,11 +213,14 @@ def spectral() -> nn.Module:
 
 
 SAMPLE_NETWORKS = {
+    "always_moves": lambda: chain(Always(Averages(), conv(), nn.BatchNorm2d(6))),
     "averages": averages,
     "centred": lambda: chain(Centred(), conv(), Centred()),
     "checkpointed": checkpointed,
     "hooked": hooked,
     "moving": moving,
+    "of_samples": of_samples,
+    "of_samples_at_random": lambda: of_samples(Drops()),
     "norms": lambda: chain(OwnNorm(6), conv(), LouderNorm(6), Normalised(), conv()),
     "spectral": spectral,
 }

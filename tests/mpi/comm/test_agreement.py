@@ -292,18 +292,18 @@ def warns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("how", ["forgotten", "averaged", "wrapped", "not split"])
+@pytest.mark.parametrize("how", ["forgotten", "averaged", "wrapped", "not split", "beside it"])
 def test_a_step_on_gradients_that_were_never_averaged_warns(
     how: str, mesh: Mesh, warns: None
 ) -> None:
-    model = network()
-    used = SpatialParallel(model, mesh) if how == "wrapped" else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, beside = network(), nn.Parameter(torch.ones(()))
+    used = SpatialParallel(model, mesh) if how in ("wrapped", "beside it") else model
+    optimizer = torch.optim.SGD([*model.parameters(), beside], lr=0.1)
     x = image() if how == "not split" else shard(image(), mesh)
-    used(x).sum().backward()
+    used(x * beside.exp() if how == "beside it" else x).sum().backward()
     if how == "averaged":
         average_gradients(model, mesh)
-    if how == "forgotten" and RANK == 0:
+    if how in ("forgotten", "beside it") and RANK == 0:
         with pytest.raises(UserWarning, match=r"SGD steps on .* call spatialdl\.average_gradients"):
             optimizer.step()
         return

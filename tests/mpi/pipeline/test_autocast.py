@@ -75,7 +75,7 @@ def test_sums_over_ranks_round_no_worse_than_one_process(
     ours = parallel(case, world, torch.float32, mixed)
     plain = reference(case, torch.float32, mixed)
     exact = reference(case, torch.float32)
-    rounding = distance(Outcome([], {name: plain.state[name] for name in ours.state}), exact)
+    rounding = distance(Outcome([], {name: plain.state[name] for name in ours.state}, {}), exact)
     assert 0 < distance(ours, exact) <= 2 * rounding
     # that of the first step: later ones are far from float32 by chance, which weights average out
     furthest = 2 * torch.finfo(mixed).eps * exact.losses[0]

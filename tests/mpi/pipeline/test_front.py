@@ -59,6 +59,18 @@ def network(maps: bool) -> nn.Sequential:
     return nn.Sequential(*body, nn.ReLU(), *head).double()
 
 
+class LearnedLoss(nn.Module):
+    """Weighs its values by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        losses = F.cross_entropy(output, target, reduction="none")
+        return (losses * torch.exp(-self.log_variance)).mean() + self.log_variance.sum()
+
+
 def batch(step: int, maps: bool) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     shape = (BATCH, *SIZE[1:]) if maps else (BATCH,)
@@ -73,8 +85,8 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 def reference(
     microbatches: int, data: int, maps: bool, clip: float | None
 ) -> tuple[list[float], dict[str, Tensor], Tensor]:
-    model = network(maps)
-    steps, losses = optimizer(model.parameters()), []
+    model, criterion = network(maps), LearnedLoss()
+    steps, losses = optimizer([*model.parameters(), *criterion.parameters()]), []
     for step in range(STEPS):
         images, targets = batch(step, maps)
         steps.zero_grad()
@@ -83,7 +95,7 @@ def reference(
             for first, last in pairwise(even_bounds(stop - start, data)):
                 own = slice(start + first, start + last)
                 share = (last - first) / BATCH
-                loss = F.cross_entropy(model(images[own]), targets[own]) * share
+                loss = criterion(model(images[own]), targets[own]) * share
                 loss.backward()
                 total += loss.item()
         if clip is not None:
@@ -92,7 +104,7 @@ def reference(
         losses.append(total)
     with torch.no_grad():
         outputs = model.eval()(batch(STEPS, maps)[0])
-    return losses, model.state_dict(), outputs
+    return losses, model.state_dict() | criterion.state_dict(), outputs
 
 
 def part_of(pipeline: spatialdl.Pipeline, images: Tensor) -> Tensor | None:
@@ -114,10 +126,11 @@ def test_equals_one_process(words: dict[str, Any], world: Communicator) -> None:
     model = network(maps)
     if WORLD.rank == 1:  # those of rank 0 count
         nn.init.zeros_(next(model.parameters()))
-    pipeline = spatialdl.Pipeline(
-        model, image_size=SIZE, criterion=F.cross_entropy, comm=world, **words
-    )
-    steps, losses = optimizer(pipeline.parameters()), []
+    criterion = LearnedLoss()
+    if WORLD.rank == 1:
+        nn.init.zeros_(criterion.log_variance)
+    pipeline = spatialdl.Pipeline(model, image_size=SIZE, criterion=criterion, comm=world, **words)
+    steps, losses = optimizer([*pipeline.parameters(), *criterion.parameters()]), []
     for step in range(STEPS):
         images, targets = batch(step, maps)
         if tiles or only_needed:
@@ -131,6 +144,7 @@ def test_equals_one_process(words: dict[str, Any], world: Communicator) -> None:
     state, outputs = pipeline.state_dict(), pipeline.evaluate(batch(STEPS, maps)[0])
     expected = reference(words.get("microbatches", 1), words.get("data", 1), maps, clip)
     assert losses == pytest.approx(expected[0], abs=1e-10)
+    state |= criterion.state_dict()
     assert list(state) == list(expected[1])
     for key, value in expected[1].items():
         torch.testing.assert_close(state[key], value, atol=1e-10, rtol=0, msg=key)
@@ -144,7 +158,7 @@ def test_equals_one_process(words: dict[str, Any], world: Communicator) -> None:
 def test_a_mesh_is_one_stage(world: Communicator) -> None:
     mesh = spatialdl.init_mesh(grid=(2, 1), comm=WORLD)
     pipeline = spatialdl.Pipeline(
-        network(False), mesh, image_size=SIZE, criterion=F.cross_entropy, microbatches=2
+        network(False), mesh, image_size=SIZE, criterion=LearnedLoss(), microbatches=2
     )
     images, targets = batch(0, maps=False)
     expected = reference(2, 1, maps=False, clip=None)[0][0]

@@ -16,7 +16,15 @@ from spatialdl.layout.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
-from tests.mpi.sample_networks import Averages, Centred, LouderNorm, OwnNorm, chain, conv
+from tests.mpi.sample_networks import (
+    Averages,
+    Centred,
+    CentredInEvaluation,
+    LouderNorm,
+    OwnNorm,
+    chain,
+    conv,
+)
 
 pytestmark = pytest.mark.world(3)
 LOCAL = Placement(1, ((1, 1),) * 2, batch=(1, 2))
@@ -116,7 +124,7 @@ def test_a_buffer_that_depends_on_samples_is_refused(world: MPI.Intracomm) -> No
         pipeline(model, LOCAL, world, ["1"])
 
 
-@pytest.mark.parametrize("layer", [Centred, Averages])
+@pytest.mark.parametrize("layer", [Centred, Averages, CentredInEvaluation])
 def test_synchronised_replicas_may_not_mix_otherwise(
     layer: type[nn.Module], world: MPI.Intracomm
 ) -> None:

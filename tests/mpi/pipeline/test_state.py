@@ -57,10 +57,28 @@ NORMS = [  # of a forward of their own, which see all samples
     Case("pp", "norms", SIZE, ONE * 2, 1, 2, 5, ("2",), local=(1, 2)),
     Case("dp", "norms", SIZE, ONE, 3, 2, 8, sync=True),
 ]
+EVALUATED = [  # as in training: by the samples of all ranks, with the same random numbers
+    Case("none", "of_samples_at_random", SIZE, ONE, 1, 2, 3),
+    Case("dp", "of_samples", SIZE, ONE, 2, 1, 3, sync=True),
+    Case("dp", "of_samples", SIZE, ONE, 3, 1, 2, sync=True),
+    Case("dp", "of_samples_at_random", SIZE, ONE, 3, 2, 4),
+    Case("sp", "of_samples_at_random", SIZE, ((2, 2),), 1, 2, 3),
+    Case("sp", "of_samples_at_random", SIZE, ((2, 1),), 1, 1, 2, stream=(1, 2)),
+    Case("pp", "of_samples_at_random", SIZE, ONE * 2, 1, 2, 3, ("2",), local=(1, 2)),
+    Case("sp+lp", "of_samples_at_random", SIZE, ((2, 1), (1, 1)), 1, 1, 1, ("3",), local=(1, 2)),
+    Case("sp+lp", "of_samples", SIZE, ((2, 1), (1, 1)), 1, 1, 3, ("3",), local=(1, 2)),
+    Case("gems", "of_samples_at_random", SIZE, ONE * 2, 1, 2, 5, schedule="mast"),
+    Case("none", "of_samples", SIZE, ONE, tensor=(2,)),
+    Case("dp", "always_moves", SIZE, ONE, 2, 2, 5),
+    Case("dp", "always_moves", SIZE, ONE, 3, 1, 2),
+    Case("dp", "of_samples", SIZE, ONE, 2, 2, 4, shard=True),
+    Case("dp+sp", "always_moves", SIZE, ((1, 2),), 2, 2, 5),
+    Case("pp", "always_moves", SIZE, ONE * 3, 1, 3, 4),
+]
 
 
 @pytest.mark.parametrize(
-    "case", [*LOCAL, *CHECKPOINTED, *AVERAGES, *SPECTRAL, *CUT, *NORMS], ids=str
+    "case", [*LOCAL, *CHECKPOINTED, *AVERAGES, *SPECTRAL, *CUT, *NORMS, *EVALUATED], ids=str
 )
 def test_networks_with_state_equal_one_process(
     case: Case, world: MPI.Intracomm, ends_process_group: None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from spatialdl import shard
+from spatialdl import init_mesh, shard
 from spatialdl.spatial import SpatialTensor
 from tests.mpi.equality import (
     Operation,
@@ -208,6 +208,15 @@ def test_max_pooling_of_whole_numbers_pads_below_all_of_them(meshes: dict) -> No
     for mesh in meshes.values():
         ours = F.max_pool2d(shard(labels, mesh), 3, 2, 1).full_tensor()
         assert torch.equal(ours, F.max_pool2d(labels.double(), 3, 2, 1).long())
+
+
+def test_ranks_inside_and_at_the_edges_send_halos_of_one_type() -> None:
+    """A rank without padding divided by the whole window, and so summed in half precision."""
+    image = drawn(0, 1, 2, 26, 6).half()
+    x = shard(image, init_mesh((MPI.COMM_WORLD.size, 1)))
+    pooled = F.avg_pool2d(x, 3, 2, 1, True, False).full_tensor()
+    exact = F.avg_pool2d(image.double(), 3, 2, 1, True, False)
+    torch.testing.assert_close(pooled.double(), exact, rtol=1e-3, atol=1e-3)
 
 
 def with_ties(case: str) -> Tensor:
