@@ -186,6 +186,8 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _sum_of(path: Path) -> str:
     """First digits of a file's SHA-256, or why it cannot be read."""
     try:
+        if path.exists() and not path.is_file():  # reading a pipe blocks
+            return "not readable (not a regular file)"
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:12]
     except OSError as error:

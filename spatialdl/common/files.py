@@ -183,22 +183,34 @@ def volume_name(path: Path) -> str:
 
 
 def file_status(folder: Path, name: str) -> os.stat_result:
-    """Stat result of a file inside a folder.
+    """Stat result of a file inside a folder, which another file names.
 
     Raises:
-        ValueError: not a regular file, or a link that leads out of the folder.
+        ValueError: not a regular file, or a name or link that leads out of the folder.
         OSError: the file does not exist.
     """
     path = folder / name
-    status = path.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        end = path.resolve()
-        if not end.is_relative_to(folder.resolve()):
-            raise ValueError(f"{path} is a link out of its folder, to {end}; put the file there")
-        status = path.stat()
+    status, end = path.stat(), path.resolve()
+    if not end.is_relative_to(folder.resolve()):
+        what = "is a link" if path.is_symlink() else "leads"
+        raise ValueError(f"{path} {what} out of its folder, to {end}; put the file there")
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a regular file")
     return status
+
+
+def check_files(folder: Path) -> None:
+    """Check that a folder, of any depth, has only regular files, and no link that leads out.
+
+    Raises:
+        ValueError: it has something else.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                check_files(Path(entry.path))
+            elif not entry.is_file(follow_symlinks=False):
+                file_status(folder, entry.name)
 
 
 def check_own(folder: Path) -> int:

@@ -148,7 +148,7 @@ def list_h5(paths: Iterable[Path]) -> list[Path]:
     """List files, those of folders by the suffix `.h5`; see `list_features`.
 
     Raises:
-        ValueError: a path does not exist.
+        ValueError: a path does not exist, or is not a regular file.
     """
     found: list[Path] = []
     for path in paths:
@@ -160,6 +160,9 @@ def list_h5(paths: Iterable[Path]) -> list[Path]:
         folders = [path / name for name in ("h5", "h5_files") if (path / name).is_dir()]
         inside = [file for folder in folders or [path] for file in folder.glob("*.h5")]
         found += [file for file in inside if not file.name.startswith(".")]
+    for path in found:
+        if not path.is_file():  # opening a pipe blocks
+            raise ValueError(f"{path} is not a regular file")
     return found
 
 

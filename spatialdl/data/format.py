@@ -164,6 +164,7 @@ class Manifest:
             if not folder.is_dir():
                 what = "it is a file" if folder.exists() else "there is no such folder"
                 raise ShardError(f"cannot open data set {folder}: {what}; give the folder itself")
+            file_status(folder, MANIFEST)
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ShardError(
@@ -173,6 +174,8 @@ class Manifest:
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ShardError(f"cannot read {path}: {error}") from error
+        except ValueError as error:  # not a file, or elsewhere
+            raise ShardError(f"cannot open data set {folder}: {error}") from None
         try:
             return _parse(fields.table({MANIFEST: fields.parse(text)}, MANIFEST))
         except (ValueError, KeyError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,16 @@ def test_a_shard_is_no_link_out_of_its_folder(tmp_path: Path) -> None:
     tiles().save(tmp_path / "set")
     with pytest.raises(ShardError, match="a link out of its folder"):
         ShardDataset(tmp_path / "set")
+
+
+def test_a_manifest_is_a_file_of_its_folder(tmp_path: Path) -> None:
+    """A pipe blocked training for ever, and a link was followed."""
+    for number, make in enumerate((os.mkfifo, lambda path: path.symlink_to("/dev/zero"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / "manifest.json")
+        with pytest.raises(ShardError, match=r"not a regular file|out of its folder"):
+            Manifest.load(folder)
 
 
 def test_a_checksum_is_that_of_others_and_tells_how_far_it_is(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Files opened by openslide are read from their own tiles where the pixels are the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import openslide
 from PIL import Image
 
+from spatialdl.common.files import file_status
 from spatialdl.data.jpeg import JpegStream
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading import native as native_tiles
@@ -23,6 +25,7 @@ from spatialdl.slides.reading.plain_image import Header, PlainImage
 from spatialdl.slides.reading.source import HANDLES, PixelSource
 
 _LFS, _HDF5 = b"version https://git-lfs", b"\x89HDF"
+_NAMING, _LONGEST = (".mrxs", ".vms", ".vmu", ".ndpis"), 256  # formats, characters of a name
 _NAMED = 3  # slides of a folder listed in a message
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 PNG_START, JPEG_START = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -53,6 +56,7 @@ def open_source(path: Path, native: bool = True) -> PixelSource:
         raise SlideError(f"cannot open slide {path}: there is no such file") from None
     except OSError as error:
         raise SlideError(f"cannot open slide {path}: {error.strerror}") from error
+    _check_references(path, first)
     try:
         return OpenSlideFile(first, native, path)
     except openslide.OpenSlideUnsupportedFormatError as error:
@@ -64,6 +68,22 @@ def open_source(path: Path, native: bool = True) -> PixelSource:
             f"cannot open slide {path}: {error}; copy it again if its size is not that of the "
             "original, else convert it to a tiled TIFF"
         ) from error
+
+
+def _check_references(path: Path, first: Path) -> None:
+    """Check the files that the text files of a MIRAX, VMS, VMU or NDPIS slide name."""
+    suffix, folder = first.suffix.lower(), first.parent
+    if suffix not in _NAMING:
+        return
+    if suffix == ".mrxs":
+        folder, first = first.with_suffix(""), first.with_suffix("") / "Slidedat.ini"
+    try:
+        text = first.read_text(encoding="utf-8", errors="replace") if first.is_file() else ""
+        for name in re.findall(r"(?m)^[^;#=\n]+=[ \t]*(.*\S)", text):
+            if len(name) < _LONGEST and (folder / name).exists():
+                file_status(folder, name)
+    except (OSError, ValueError) as error:
+        raise SlideError(f"cannot open slide {path}: {error}") from error
 
 
 def _slides_in(folder: Path) -> str:

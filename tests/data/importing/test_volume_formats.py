@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 
@@ -377,3 +378,53 @@ def test_what_lies_before_the_voxels_is_passed_over(lines, skip, tmp_path):
     (tmp_path / "b.nhdr").write_text(f"{head}data file: a%02d.raw 0 3 1\n")
     with pytest.raises(ValueError, match="several files"):
         open_volume(tmp_path / "b.nhdr")
+
+
+OME = "http://www.openmicroscopy.org/Schemas/OME/2016-06"
+
+
+def nrrd_header(path, name):
+    head = "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 7 4\nencoding: raw\nendian: little\n"
+    path.with_suffix(".nhdr").write_text(f"{head}data file: {name}\n")
+    return path.with_suffix(".nhdr")
+
+
+def ome_tiff(path, name):
+    sizes = 'SizeX="5" SizeY="6" SizeZ="2" SizeC="1" SizeT="1"'
+    pages = "".join(
+        f'<TiffData FirstZ="{z}" IFD="0" PlaneCount="1"><UUID FileName="{file}">{uuid}</UUID>'
+        "</TiffData>"
+        for z, file, uuid in ((0, path.name, "urn:uuid:a"), (1, name, "urn:uuid:b"))
+    )
+    xml = (
+        f'<OME xmlns="{OME}" UUID="urn:uuid:a"><Image ID="Image:0"><Pixels ID="Pixels:0" '
+        f'DimensionOrder="XYZCT" Type="uint16" {sizes}>{pages}</Pixels></Image></OME>'
+    )
+    tifffile.imwrite(path, PIXELS[0, 0], description=xml, metadata=None, **MINI)
+    return path
+
+
+def chunk(path, name):
+    store = path.with_suffix(".zarr")
+    save_zarr(store, {"0": PIXELS[0]}, described("zyx"))
+    of_array = [
+        one for one in (store / "0").rglob("*") if one.is_file() and one.name[0] not in ".z"
+    ]
+    of_array[0].unlink()
+    of_array[0].symlink_to(os.path.join(store.parent, name))
+    return store
+
+
+@pytest.mark.parametrize("write", [nrrd_header, ome_tiff, chunk])
+@pytest.mark.parametrize("name", ["../secret", "{folder}/secret", "link", "pipe"])
+def test_what_a_file_names_lies_in_its_folder(name, write, tmp_path):
+    """Any file that can be read became voxels, and a pipe blocked for ever."""
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "secret").write_bytes(voxels().tobytes("F"))
+    (inside / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(inside / "pipe")
+    path = write(inside / "a.ome.tif", name.format(folder=tmp_path))
+    said = "not a regular file|out of its folder" if name == "pipe" else "out of its folder, to"
+    with pytest.raises(ValueError, match=said):
+        open_volume(path)

@@ -225,3 +225,16 @@ def test_a_region_exported_by_imagescope_is_a_plain_image(tmp_path):
     tifffile.imwrite(path, image, **more)
     with Slide(path, 0.5) as slide:
         assert slide.remark == ""
+
+
+def test_files_that_a_slide_names_lie_in_its_folder(tmp_path):
+    """OpenSlide follows any name."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a.mrxs").touch()
+    (tmp_path / "a/Slidedat.ini").write_text("[DATAFILE]\nFILE_COUNT = 1\nFILE_0 = ../secret\n")
+    (tmp_path / "a/b.vms").write_text("[Virtual Microscope Specimen]\nImageFile=link\n")
+    (tmp_path / "secret").touch()
+    (tmp_path / "a/link").symlink_to(tmp_path / "secret")
+    for name in ("a.mrxs", "a/b.vms"):
+        with pytest.raises(SlideError, match="out of its folder, to"):
+            open_source(tmp_path / name)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.files import file_status
 from spatialdl.common.packages import needed
 from spatialdl.data.importing.volume_files.volume import (
     Read,
@@ -49,6 +50,8 @@ def open_nrrd(path: Path) -> StoredVolume:
         raise ValueError(f"it has sizes {shape}, which is no voxels")
     if "%" in (detached := str(header.get("datafile", ""))) or detached.startswith("LIST"):
         raise ValueError(f"its data are in several files ({detached}); save it as one")
+    if detached:
+        file_status(path.parent, detached)
     order = _order(header, shape)
     size = tuple(shape[axis] for axis in order[:3])
     channels = prod(shape[axis] for axis in order[3:])

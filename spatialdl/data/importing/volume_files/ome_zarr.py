@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.common.files import check_files
 from spatialdl.common.packages import needed
 from spatialdl.data.importing.volume_files.volume import (
     Read,
@@ -26,6 +27,7 @@ def open_ome_zarr(path: Path) -> StoredVolume:
         ValueError: zarr is missing, or it is not a volume; other errors if it is damaged.
     """
     group, inside = _group(path), ""
+    check_files(path)
     attributes = _attributes(group)
     if "bioformats2raw.layout" in attributes and "0" in group and "1" not in group:
         attributes, inside = _attributes(group["0"]), "0/"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tifffile
 
+from spatialdl.common.files import file_status
 from spatialdl.data.importing.volume_files.volume import (
     Read,
     Reader,
@@ -33,6 +34,7 @@ def open_tiff(path: Path) -> StoredVolume:
         ValueError: it is not a volume; other errors if it is damaged.
     """
     with _damage_raises(), tifffile.TiffFile(path) as tiff:
+        _check_companions(path.parent, tiff.ome_metadata)
         series, order = _stack(tiff)
         shape = dict(zip(series.axes, series.shape, strict=True))
         size = tuple(shape[axis] for axis in order[:3])
@@ -55,6 +57,20 @@ def _damage_raises() -> Iterator[None]:
         log.removeHandler(handler)
     if errors:
         raise ValueError(f"it is damaged: {errors[0]}")
+
+
+def _check_companions(folder: Path, text: str | None) -> None:
+    """Check the other files that OME-XML names, before tifffile opens them.
+
+    Raises:
+        ValueError: one lies in another folder, or is not a regular file.
+    """
+    described = ElementTree.fromstring(text) if text else ElementTree.Element("OME")
+    own = described.get("UUID")
+    for one in described.iterfind(".//{*}UUID"):
+        if (name := one.get("FileName")) and (one.text or "").strip() != own:
+            with suppress(FileNotFoundError):  # tifffile tells of those
+                file_status(folder, name)
 
 
 def _stack(tiff: tifffile.TiffFile) -> tuple[Any, str]:
