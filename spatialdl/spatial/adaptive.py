@@ -376,15 +376,9 @@ def _output_size(func: Any, x: SpatialTensor, output_size: Any, dims: int) -> tu
         raise ValueError(f"{func.__name__} expects a floating-point input, got {x.dtype}")
     sizes = tuple(output_size) if isinstance(output_size, tuple | list) else (output_size,)
     sizes = sizes * dims if len(sizes) == 1 else sizes
-    if len(sizes) != dims:
-        raise ValueError(
-            f"{func.__name__}: output_size must be 1 or {dims} numbers, got {output_size}"
-        )
     size = tuple(
         int(n if wanted is None else wanted) for n, wanted in zip(x.shape[2:], sizes, strict=True)
     )
-    if min(size) < 0:
-        raise ValueError(f"{func.__name__}: output_size must not be negative, got {output_size}")
     if min(size) == 0:
         raise refusal(func, [x], "an output without pixels cannot be split")
     return size

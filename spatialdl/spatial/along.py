@@ -23,7 +23,7 @@ from spatialdl.spatial.random.composite import argument
 from spatialdl.spatial.random.generator import TensorRegion
 from spatialdl.spatial.random.plain import Drawing, random_functions
 from spatialdl.spatial.random.streams import next_key
-from spatialdl.spatial.span import check_call, dims_of, on_meta, positions, split_dims, without_dims
+from spatialdl.spatial.span import check_call, dims_of, positions, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 
@@ -197,7 +197,6 @@ def logsigmoid(input: SpatialTensor) -> Tensor:
 
 @register_op(F.glu, split=("input",), prefix=True)
 def glu(input: SpatialTensor, dim: int = -1) -> Tensor:
-    on_meta(F.glu, input, dim)  # raises PyTorch's errors on all ranks
     if dim % input.dim() in split_dims(input):
         raise refusal(F.glu, [input], f"dim {dim} is split; use a dim that is not")
     return without_dims(input, F.glu(to_tile(input), dim), ())

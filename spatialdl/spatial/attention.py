@@ -116,8 +116,6 @@ def _attend_over_tokens(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    if is_causal and mask is not None:
-        raise RuntimeError("attention takes either attn_mask or is_causal, not both")
     value = on_layout(value, key.spatial_layout)
     shape = (*query.shape[:-1], key.shape[-2])
     drop = WeightDropout(next_key(key.mesh), dropout_p, shape) if dropout_p > 0 else None

@@ -28,7 +28,8 @@ from spatialdl.common.text import counted
 from spatialdl.layout.layout import Layout, Window
 from spatialdl.spatial.autocast import autocast_cast
 from spatialdl.spatial.halo_geometry import Edge, TileGeometry, tile_geometry
-from spatialdl.spatial.span import on_meta, split_dims, without_dims
+from spatialdl.spatial.meta import meta_result
+from spatialdl.spatial.span import split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 from spatialdl.spatial.window import (
     check_image,
@@ -93,7 +94,7 @@ def conv_of_samples(
         size = tile.shape[2:]
         if tile.shape[0] == 0:
             one = tile.new_empty(1, *tile.shape[1:])
-            size = on_meta(function, one, weight, bias, **steps).shape[2:]
+            size = meta_result(function, one, weight, bias, **steps).shape[2:]
         shape = (tile.shape[0], weight.shape[0], *size)
         y = empty_output(shape, tile, weight, *(() if bias is None else (bias,)))
     return without_dims(input, y, ())

@@ -18,7 +18,6 @@ from spatialdl.layout.layout import Layout, Window, by, needed_boxes
 from spatialdl.spatial.dims import are_tokens, image_dims, token_dims
 from spatialdl.spatial.reindex import fetch, separate_dims_of
 from spatialdl.spatial.sharing import share
-from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import (
@@ -52,7 +51,6 @@ def unfold(
 @register_op(Tensor.unfold, split=("input",))
 def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) -> Tensor:
     """Windows along one dim, with their pixels in a new last dim."""
-    on_meta(Tensor.unfold, input, dimension, size, step)
     dim = dimension % input.dim() - input.dim()
     layout, mesh = input.spatial_layout, input.mesh
     moved = input.spatial_dims.map_dims(lambda old: old - 1)
@@ -149,12 +147,6 @@ def fold(
     windows = windows_of("fold", 2, kernel_size, stride, padding, dilation)
     size = per_dim(output_size, 2)
     outputs = tuple(map(Window.output_size, windows, size))
-    area, (_, values, count) = prod(window.kernel for window in windows), input.shape
-    if min(outputs) < 1 or prod(outputs) != count or values % area:
-        raise ValueError(
-            f"fold: {values} values of {count} windows cannot be folded to {by(size)}: expected "
-            f"{by(outputs)} windows, and a multiple of {area} values"
-        )
     layout, mesh = input.spatial_layout, input.mesh
     if layout.size != outputs:
         raise refusal(F.fold, [input], f"expected {by(outputs)} windows")

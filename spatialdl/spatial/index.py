@@ -16,10 +16,10 @@ from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.layout.layout import Bounds, Box, Layout
 from spatialdl.spatial.dims import SpatialDims, gather_tokens, image_dims
+from spatialdl.spatial.meta import meta_result
 from spatialdl.spatial.operands import lift
 from spatialdl.spatial.picking import blocks, pick
 from spatialdl.spatial.reindex import DimMap, Segment, reindex, separate_dims_of
-from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import is_spatial, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -52,7 +52,7 @@ def _entries(x: SpatialTensor, index: Any) -> list[_Entry]:
             entries.append(_Entry(one, dim))
             dim += _width(one)
     plain = tuple(ALL if isinstance(e.item, Tensor) else e.item for e in entries)
-    on_meta(lambda whole: whole[plain], x)
+    meta_result(lambda whole: whole[plain], x)
     return entries
 
 

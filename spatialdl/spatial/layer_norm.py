@@ -16,7 +16,7 @@ from torch import Tensor
 from spatialdl.spatial.autocast import in_float32, wide
 from spatialdl.spatial.moments import moments_over
 from spatialdl.spatial.norm import ChannelMoments, Standardize, as_channels
-from spatialdl.spatial.span import ReductionSpan, on_meta, span_of, without_dims
+from spatialdl.spatial.span import ReductionSpan, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
@@ -59,7 +59,6 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,  # torch.layer_norm only
 ) -> Tensor:
-    on_meta(F.layer_norm, input, normalized_shape)  # raises PyTorch's errors on all ranks
     span = span_of(input, _last_dims(input, normalized_shape))
     if not span.crosses:
         y = F.layer_norm(to_tile(input), normalized_shape, weight, bias, eps)
@@ -77,7 +76,6 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    on_meta(F.rms_norm, input, normalized_shape)
     span = span_of(input, _last_dims(input, normalized_shape))
     tile = to_tile(input)
     if not span.crosses:

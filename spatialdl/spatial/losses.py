@@ -20,9 +20,10 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.layout.layout import image_shape
 from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.meta import meta_result
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
 from spatialdl.spatial.random.composite import by_name, inside
-from spatialdl.spatial.span import on_meta, split_dims, without_dims
+from spatialdl.spatial.span import split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 from spatialdl.torch_internals import nn_functions
@@ -84,7 +85,7 @@ def _register_pixelwise(func: Function, names: Sequence[str]) -> None:
             pixels: Tensor = func(**by_name, reduction=reduction)
             return pixels
 
-        on_meta(call, *tensors.values(), reduction)  # raises PyTorch's errors on all ranks
+        meta_result(call, *tensors.values(), reduction)  # raises PyTorch's errors on all ranks
         (lifted, _) = on_one_layout(func, list(tensors.values()), {})
         first = next(x for x in lifted if isinstance(x, SpatialTensor))
         tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
@@ -174,7 +175,7 @@ def _over_classes(
 ) -> Tensor:
     if isinstance(input, SpatialTensor):
         _check_classes(func, input)
-    on_meta(func, input, target, weight, reduction, ignore_index, *options)
+    meta_result(func, input, target, weight, reduction, ignore_index, *options)
     if not isinstance(input, SpatialTensor):
         if not isinstance(target, SpatialTensor):
             raise refusal(func, spatial_in([weight]), "its class weights must not be split")

@@ -17,7 +17,6 @@ from spatialdl.layout.layout import Interval
 from spatialdl.spatial.autocast import HALF, autocast_cast, is_enabled, wide
 from spatialdl.spatial.contract import contract
 from spatialdl.spatial.dims import SpatialDims
-from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -37,7 +36,6 @@ def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> 
 def _linear_over_pixels(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer over pixels: over all tokens, or along rows or columns alone."""
     x, weight, bias = autocast_cast(input, weight, bias)
-    on_meta(F.linear, *([x, weight] if bias is None else [x, weight, bias]))
     before, row = string.ascii_uppercase[: input.dim() - 1], "n" * (weight.dim() - 1)
     mixed = contract(F.linear, (x, weight), (before + "k", row + "k"), before + row, F.linear)
     return mixed if bias is None else mixed + bias
@@ -293,7 +291,6 @@ def dense(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(to_tile(input), weight, bias)
     kind = input.device.type
     mixed = is_enabled(kind)
-    _check_dense(mixed, [input, weight] if bias is None else [input, weight, bias])
     if weight.dim() == 1:
         return dense(input, weight[None], None).squeeze(-1)
     tile = to_tile(input)
@@ -304,10 +301,3 @@ def dense(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         total = total + bias.to(total.dtype)  # rounded once, as by a kernel
     return total.to(part.dtype)
-
-
-def _check_dense(mixed: bool, operands: Sequence[Tensor]) -> None:
-    """Raise PyTorch's errors on all ranks."""
-    if mixed:  # autocast accepts different dtypes
-        operands = [torch.empty(one.shape, device="meta") for one in operands]
-    on_meta(F.linear, *operands)

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spatialdl.torch_internals import BatchNormBase, TorchDispatchMode, tree_leaves, tree_map_only
+from spatialdl.torch_internals import (
+    BatchNormBase,
+    DisableTorchFunction,
+    TorchDispatchMode,
+    disable_current_modes,
+    len_torch_dispatch_stack,
+    tree_leaves,
+    tree_map_only,
+)
 
 Known = dict[Any, Any]
 """Forms of results by operation, operands and default dtype; they depend on nothing else."""
@@ -169,3 +177,30 @@ def _key(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_key(item) for item in value)
     return type(value), value  # 2 and 2.0 give other dtypes
+
+
+# --- operations on whole tensors without data
+
+
+def meta_result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of `function` for whole tensors without data; raises PyTorch's errors.
+
+    These tensors are hidden from the planner, which counts the tensors that a rank creates, and
+    from modes that draw random numbers or communicate.
+    """
+    own = map(_without_data, args)
+    named = {name: _without_data(value) for name, value in kwargs.items()}
+    with DisableTorchFunction():
+        if len_torch_dispatch_stack() == 0:
+            return function(*own, **named)
+        with disable_current_modes():
+            return function(*own, **named)
+
+
+def _without_data(value: Any) -> Any:
+    """`value` with each tensor replaced by a plain, whole one on the meta device."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        return [_without_data(v) for v in value]
+    return value

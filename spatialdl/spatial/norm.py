@@ -25,7 +25,7 @@ from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout.layout import image_shape
 from spatialdl.spatial.autocast import in_float32, wide, wide_type
 from spatialdl.spatial.constants import constant
-from spatialdl.spatial.span import on_meta, split_dims, without_dims
+from spatialdl.spatial.span import split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 from spatialdl.torch_internals import foreach_lerp_
 
@@ -391,7 +391,6 @@ def group_norm(
     cudnn_enabled: bool = True,  # torch.group_norm only
 ) -> Tensor:
     _check("group_norm", input)
-    on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
     tile = in_float32(to_tile(input))
     y, _ = _normalize_groups(input, tile, num_groups, weight, bias, eps, "group_norm")
     return without_dims(input, y, ())
@@ -413,7 +412,6 @@ def instance_norm(
         tile = to_tile(input)
         y = F.instance_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps)
         return without_dims(input, y, ())
-    on_meta(F.instance_norm, input)
     tile = to_tile(input)
     y, moments = _normalize_groups(input, tile, input.shape[1], weight, bias, eps, "instance_norm")
     if running_mean is not None or running_var is not None:

@@ -29,13 +29,7 @@ def _pooling_windows(
     name: str, dims: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[Window, ...]:
     stride = kernel_size if stride in (None, [], ()) else stride
-    windows = windows_of(name, dims, kernel_size, stride, padding, dilation)
-    for window in windows:
-        if window.padding > window.kernel // 2:
-            raise ValueError(
-                f"{name}: padding {window.padding} is more than half of the kernel {window.kernel}"
-            )
-    return windows
+    return windows_of(name, dims, kernel_size, stride, padding, dilation)
 
 
 def _windows_are_whole(x: SpatialTensor, dims: int) -> bool:
@@ -127,8 +121,6 @@ def _register_average(dims: int, *functions: Any) -> None:
         divisor_override: int | None = None,
     ) -> Tensor:
         name = f"avg_pool{dims}d"
-        if divisor_override == 0:
-            raise ValueError(f"{name}: divisor_override must not be zero")
         windows = _pooling_windows(name, dims, kernel_size, stride, padding)
         if dims == 1 and len(input.mesh.grid) > 1 and are_tokens(input.shape, input.spatial_dims):
             return _mean_of_tokens(input, windows[0], ceil_mode, divisor_override)

@@ -23,7 +23,6 @@ from spatialdl.spatial.reindex import (
     separate_dims_of,
     take,
 )
-from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 from spatialdl.torch_internals import nn_functions
@@ -149,7 +148,6 @@ def _is_split(x: SpatialTensor, dim: int) -> bool:
 @register_op(torch.flip, Tensor.flip, split=("input",))
 def flip(input: SpatialTensor, *dims: Any, **named: Any) -> SpatialTensor:
     wanted = tuple(numbers_of(dims or (named["dims"],)))
-    on_meta(torch.flip, input, wanted)
     others = [dim for dim in wanted if not _is_split(input, dim)]
     if others or not wanted:
         tile = to_tile(input).flip(others)
@@ -173,19 +171,16 @@ def _flip_map(bounds: Bounds) -> DimMap:
 
 @register_op(torch.fliplr, Tensor.fliplr, split=("input",))
 def fliplr(input: SpatialTensor) -> SpatialTensor:
-    on_meta(torch.fliplr, input)
     return flip(input, 1)
 
 
 @register_op(torch.flipud, Tensor.flipud, split=("input",))
 def flipud(input: SpatialTensor) -> SpatialTensor:
-    on_meta(torch.flipud, input)
     return flip(input, 0)
 
 
 @register_op(torch.roll, Tensor.roll, split=("input",))
 def roll(input: SpatialTensor, shifts: Any, dims: Any = None) -> Tensor:
-    on_meta(torch.roll, input, shifts, () if dims is None else dims)
     if dims is None or dims == ():
         raise refusal(torch.roll, [input], "pass dims")
     steps = (shifts,) if isinstance(shifts, int) else tuple(shifts)
@@ -216,7 +211,6 @@ def _roll_map(bounds: Bounds, shift: int) -> DimMap:
 
 @register_op(torch.rot90, Tensor.rot90, split=("input",))
 def rot90(input: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    on_meta(torch.rot90, input, k, tuple(dims))
     first, second = (dim % input.dim() for dim in dims)
     turns = k % 4
     if turns == 0:
@@ -258,7 +252,6 @@ def _check_image(function: object, x: SpatialTensor) -> None:
 def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
     """Shi et al. (2016): C*r*r channels of one pixel become r*r pixels of C channels; local."""
     _check_image(torch.pixel_shuffle, input)
-    on_meta(torch.pixel_shuffle, input, upscale_factor)
     layout = input.spatial_layout
     output = _times(layout, upscale_factor)
     tile = to_tile(input)
@@ -279,7 +272,6 @@ def _times(layout: Layout, factor: int) -> Layout:
 def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
     """The inverse of `pixel_shuffle`; squares cut by the layout are first moved to one rank."""
     _check_image(torch.pixel_unshuffle, input)
-    on_meta(torch.pixel_unshuffle, input, downscale_factor)
     output = _unshuffled(input.spatial_layout, downscale_factor)
     tile = to_tile(on_layout(input, _times(output, downscale_factor)))
     *others, channels, height, width = tile.shape
@@ -299,7 +291,6 @@ def _unshuffled(layout: Layout, factor: int) -> Layout:
 @register_op(F.channel_shuffle, torch.channel_shuffle, split=("input",))
 def channel_shuffle(input: SpatialTensor, groups: int) -> Tensor:
     """Zhang et al. (2018), ShuffleNet; local."""
-    on_meta(torch.channel_shuffle, input, groups)
     if input.spatial_dims.holds(1, input.dim()):
         raise refusal(torch.channel_shuffle, [input], "permute it so that dim 1 holds the channels")
     tile = to_tile(input)

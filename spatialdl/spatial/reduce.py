@@ -19,11 +19,11 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import differentiable_gather, sum_over_ranks
 from spatialdl.spatial.autocast import in_float32, wide_type
 from spatialdl.spatial.extremes import extreme, extreme_of_tile
+from spatialdl.spatial.meta import meta_result
 from spatialdl.spatial.span import (
     ReductionSpan,
     dims_of,
     names_no_dims,
-    on_meta,
     reduction,
     span_of,
     without_dims,
@@ -301,7 +301,7 @@ def _softmax(x: SpatialTensor, dim: int | None, dtype: torch.dtype | None, log: 
     function = torch.log_softmax if log else torch.softmax
     if dim is None:  # PyTorch's deprecated default
         dim = 0 if x.dim() in (0, 1, 3) else 1
-    like = on_meta(function, x, dim, dtype)  # raises PyTorch's errors on all ranks
+    like = meta_result(function, x, dim, dtype)  # raises PyTorch's errors on all ranks
     span, tile = span_of(x, dims_of(x, dim)), to_tile(x)
     if not span.crosses:
         return without_dims(x, function(tile, dim, dtype), ())

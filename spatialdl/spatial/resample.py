@@ -27,8 +27,8 @@ from spatialdl.layout.layout import (
     scaled_bounds,
     strided_bounds,
 )
+from spatialdl.spatial.meta import meta_result
 from spatialdl.spatial.reindex import fetch
-from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import check_image, empty_output
@@ -178,7 +178,7 @@ def _resampling(
     check_image(function.__name__, input, dims)
     corners = () if mode.startswith("nearest") else (align_corners,)
     size, *scales = arguments
-    whole = on_meta(function, input, size, *corners, *scales)
+    whole = meta_result(function, input, size, *corners, *scales)
     is_list = len(scales) == 1 and not isinstance(scales[0], float)
     factors = scales[0] if is_list else scales
     each = tuple(

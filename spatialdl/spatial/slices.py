@@ -12,10 +12,10 @@ from torch import Tensor
 from spatialdl.comm.plan import plan_for
 from spatialdl.layout.layout import Box, Layout, last_slices
 from spatialdl.spatial.dims import image_dims
+from spatialdl.spatial.meta import meta_result
 from spatialdl.spatial.operands import own_box_of
 from spatialdl.spatial.picking import pick
 from spatialdl.spatial.reindex import fetch, separate_dims_of
-from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 
@@ -27,7 +27,6 @@ def _at(x: Tensor, dim: int, item: slice | int) -> Tensor:
 
 @register_op(torch.narrow, Tensor.narrow, split=("input",), prefix=True)
 def narrow(input: SpatialTensor, dim: int, start: Any, length: int) -> Tensor:
-    on_meta(torch.narrow, input, dim, int(start), length)
     first = int(start) % input.shape[dim] if start < 0 else int(start)
     return _at(input, dim, slice(first, first + length))
 
@@ -39,7 +38,6 @@ def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
 
 @register_op(torch.unbind, Tensor.unbind, split=("input",), prefix=True)
 def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
-    on_meta(torch.unbind, input, dim)
     if input.spatial_dims.holds(dim, input.dim()):
         raise refusal(torch.unbind, [input], "a split dim cannot be unbound; slice it")
     return tuple(_at(input, dim, place) for place in range(input.shape[dim]))
@@ -56,7 +54,7 @@ def _pieces(x: SpatialTensor, whole: Sequence[Tensor], dim: int) -> Iterator[Ten
 
 @register_op(torch.split, Tensor.split, split=("tensor",), prefix=True)
 def split(tensor: SpatialTensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tensor, ...]:
-    whole = on_meta(torch.split, tensor, split_size_or_sections, dim)
+    whole = meta_result(torch.split, tensor, split_size_or_sections, dim)
     return tuple(_pieces(tensor, whole, dim))
 
 
@@ -67,7 +65,7 @@ def split_with_sizes(input: SpatialTensor, split_sizes: Any, dim: int = 0) -> tu
 
 @register_op(torch.chunk, Tensor.chunk, split=("input",), prefix=True)
 def chunk(input: SpatialTensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    return tuple(_pieces(input, on_meta(torch.chunk, input, chunks, dim), dim))
+    return tuple(_pieces(input, meta_result(torch.chunk, input, chunks, dim), dim))
 
 
 @register_op(torch.tensor_split, Tensor.tensor_split, split=("input",), prefix=True)
@@ -79,7 +77,7 @@ def tensor_split(
     if isinstance(indices_or_sections, Tensor):
         indices_or_sections = indices_or_sections.tolist()
     if isinstance(indices_or_sections, int):
-        whole = on_meta(torch.tensor_split, input, indices_or_sections, dim)
+        whole = meta_result(torch.tensor_split, input, indices_or_sections, dim)
         return tuple(_pieces(input, whole, dim))
     edges = [0, *indices_or_sections, size]
     return tuple(_at(input, dim, slice(start, stop)) for start, stop in pairwise(edges))
@@ -88,7 +86,6 @@ def tensor_split(
 def _register_split(name: str, dim: int) -> None:
     @register_op(getattr(torch, name), getattr(Tensor, name), split=("input",), prefix=True)
     def split_along(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
-        on_meta(getattr(torch, name), input, indices_or_sections)
         return tensor_split(input, indices_or_sections, dim)
 
 
@@ -98,7 +95,6 @@ for _dim, _name in enumerate(("vsplit", "hsplit", "dsplit")):
 
 @register_op(torch.index_select, Tensor.index_select, split=("input",), prefix=True)
 def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
-    on_meta(torch.index_select, input, dim, index)
     if input.spatial_dims.holds(dim, input.dim()):
         return pick(torch.index_select, input, dim % input.dim() - input.dim(), index.view(-1))
     tile = to_tile(input).index_select(dim, index)
@@ -124,7 +120,7 @@ CAT_NAMES = (torch.cat, torch.concat, torch.concatenate)
 @register_op(*CAT_NAMES, split=("tensors",), prefix=True)
 def cat(tensors: Sequence[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
     dim = dim if axis is None else axis
-    whole = on_meta(torch.cat, tensors, dim)
+    whole = meta_result(torch.cat, tensors, dim)
     operands = [x for x in tensors if x.dim() != 1 or x.numel()]  # PyTorch ignores empty vectors
     first = next(x for x in operands if isinstance(x, SpatialTensor))
     dim = dim % first.dim() - first.dim()
@@ -215,7 +211,6 @@ def _shift_box(box: Box, start: int, size: int, along: int) -> Box:
 
 @register_op(torch.stack, split=("tensors",), prefix=True)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    on_meta(torch.stack, tensors, dim)
     return cat([x.unsqueeze(dim) for x in tensors], dim)
 
 

@@ -21,8 +21,8 @@ from spatialdl.comm.reduce import differentiable_sum, max_over_ranks, sum_over_r
 from spatialdl.layout.layout import Box, Layout
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.meta import meta_result
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op
-from spatialdl.torch_internals import disable_current_modes, len_torch_dispatch_stack
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,9 @@ def check_call(function: Call, handler: Call) -> Call:
             expected = _meta_result(function, x.shape, x.dtype, args[1:], tuple(kwargs.items()))
         except TypeError:  # unhashable dims (a list), or an error of PyTorch
             expected = (
-                on_meta(function, *args, **kwargs) if args else on_meta(function, x, **kwargs)
+                meta_result(function, *args, **kwargs)
+                if args
+                else meta_result(function, x, **kwargs)
             )
         return _restore_shape(handler(function, x, *args[1:], **kwargs), expected)
 
@@ -211,31 +213,7 @@ def _meta_result(
 ) -> Any:
     """The cached result of `function` for a tensor of `shape` on the meta device, which is slow."""
     like = torch.empty(shape, dtype=dtype, device="meta")
-    return _hide_from_planner(lambda: function(like, *args, **dict(kwargs)))
-
-
-def on_meta(function: Call, *args: Any, **kwargs: Any) -> Any:
-    """The result of `function` for whole tensors without data; raises PyTorch's errors.
-
-    These tensors are hidden from the planner, which counts the tensors that a rank creates.
-    """
-    return _hide_from_planner(lambda: function(*map(_without_data, args), **kwargs))
-
-
-def _hide_from_planner(call: Callable[[], Any]) -> Any:
-    if len_torch_dispatch_stack() == 0:
-        return call()
-    with disable_current_modes():
-        return call()
-
-
-def _without_data(value: Any) -> Any:
-    """`value` with each tensor replaced by a plain, whole one on the meta device."""
-    if isinstance(value, Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-        return [_without_data(v) for v in value]
-    return value
+    return meta_result(function, like, *args, **dict(kwargs))
 
 
 def _restore_shape(result: Any, expected: Any) -> Any:

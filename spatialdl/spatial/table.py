@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar
 import torch
 
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.spatial.meta import meta_result
 from spatialdl.spatial.random.composite import by_name
 from spatialdl.torch_internals import OpOverload, tree_flatten
 
@@ -136,12 +137,72 @@ def _check_operands(
 
     @functools.wraps(handler)
     def call(*args: Any, **kwargs: Any) -> Any:
+        forms = []
         for name, value in bind(args, kwargs):
-            if name not in split and isinstance(value, _HOLDERS) and spatial_in(value):
+            if not isinstance(value, _HOLDERS):
+                forms.append((name, value.__class__, value))
+                continue
+            if name not in split and spatial_in(value):
                 raise refusal(function, spatial_in(value), f"its {name} cannot be a split tensor")
+            forms.append((name, value.__class__, _form(value)))
+        if function not in _CONVOLUTIONS:
+            _check_accepted(function, tuple(forms), args, kwargs)
         return handler(*args, **kwargs)
 
     return call
+
+
+_CONVOLUTIONS = {
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+}
+"""On the meta device they accept what they refuse elsewhere; their handlers check it."""
+
+_ACCEPTED: set[Any] = set()
+"""Functions with the forms of arguments that PyTorch accepts."""
+
+_MANY = 2**14
+"""Entries from which on `_ACCEPTED` is cleared."""
+
+
+def _form(value: Any) -> Any:
+    """A value on which alone it depends whether PyTorch accepts the argument."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_form, value))
+    return value
+
+
+def _wide(value: Any) -> Any:
+    """Tensors of half precision as of float32, with which autocast takes them together."""
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return torch.empty(value.shape, device="meta", dtype=torch.float32)
+    return list(map(_wide, value)) if isinstance(value, list | tuple) else value
+
+
+def _check_accepted(function: Callable[..., Any], forms: Any, args: Any, kwargs: Any) -> None:
+    """Raise PyTorch's error if it refuses the arguments for whole tensors.
+
+    So all ranks raise it, before any of them communicates.
+    """
+    key = function, forms
+    try:
+        if key in _ACCEPTED:
+            return
+    except TypeError:  # a slice, a dict: not hashable
+        return
+    try:
+        named = {name: _wide(value) for name, value in kwargs.items()}
+        meta_result(function, *map(_wide, args), **named)
+    except NotImplementedError:  # no kernel
+        pass
+    except RuntimeError as error:
+        if "meta" not in str(error).lower():  # a value is needed
+            raise
+    if len(_ACCEPTED) >= _MANY:
+        _ACCEPTED.clear()
+    _ACCEPTED.add(key)
 
 
 def is_spatial(value: object) -> TypeGuard[SplitOperand]:

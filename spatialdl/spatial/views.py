@@ -88,11 +88,6 @@ def _infer_size(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x.numel() // max(known, 1) if size == -1 else size for size in shape)
 
 
-def _check_count(x: Tensor, shape: tuple[int, ...]) -> None:
-    if prod(shape) != x.numel() or min(shape, default=1) < 0:
-        raise RuntimeError(f"shape {list(shape)} is invalid for input of size {x.numel()}")
-
-
 @register_op(Tensor.view, split=("input",), prefix=True)
 def view(input: SpatialTensor, *shape: Any, dtype: Any = None) -> Tensor:
     if dtype is not None or (shape and isinstance(shape[0], torch.dtype)):
@@ -103,7 +98,6 @@ def view(input: SpatialTensor, *shape: Any, dtype: Any = None) -> Tensor:
 @register_op(Tensor.reshape, torch.reshape, split=("input",), prefix=True)
 def reshape(input: SpatialTensor, *sizes: Any, shape: Any = ()) -> Tensor:
     sizes = _infer_size(input, tuple(numbers_of(sizes or (shape,))))
-    _check_count(input, sizes)
     return view_as_shape(torch.reshape, input, sizes)
 
 
@@ -115,8 +109,6 @@ def view_as(input: Tensor, other: Tensor) -> Tensor:
 @register_op(torch.flatten, Tensor.flatten, split=("input",), prefix=True)
 def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     first, last = start_dim % input.dim(), end_dim % input.dim()
-    if first > last:
-        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     shape = tuple(input.shape)
     merged = prod(shape[first : last + 1])
     return view_as_shape(torch.flatten, input, (*shape[:first], merged, *shape[last + 1 :]))
@@ -134,7 +126,6 @@ def unflatten(input: SpatialTensor, dim: int, sizes: Sizes) -> Tensor:
     known = prod(size for size in sizes if size != -1)
     parts = [shape[where] // max(known, 1) if size == -1 else size for size in sizes]
     new_shape = (*shape[:where], *parts, *shape[where + 1 :])
-    _check_count(input, new_shape)
     return view_as_shape(torch.unflatten, input, new_shape)
 
 
@@ -195,8 +186,6 @@ def adjoint(input: SpatialTensor) -> Tensor:
 
 @register_op(torch.t, Tensor.t, split=("input",), prefix=True)
 def t(input: SpatialTensor) -> Tensor:
-    if input.dim() > 2:
-        raise RuntimeError(f"t() expects a tensor with at most 2 dims, got {input.dim()}")
     return permute_dims(input, tuple(reversed(range(input.dim()))))
 
 
@@ -236,8 +225,6 @@ def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
 @register_op(torch.unsqueeze, Tensor.unsqueeze, split=("input",), prefix=True)
 def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
     count = input.dim()
-    if not -count - 1 <= dim <= count:
-        raise IndexError(f"unsqueeze: dim {dim} is out of range for a tensor with {count} dims")
     where = dim % (count + 1)
     tile = to_tile(input).unsqueeze(where)
     moved = input.spatial_dims.map_dims(lambda old: old - 1 if where > old + count else old)

@@ -32,8 +32,9 @@ from spatialdl.spatial.channels.tensor import (
     on_tile,
 )
 from spatialdl.spatial.layer_norm import standardize_over
+from spatialdl.spatial.meta import meta_result
 from spatialdl.spatial.random.composite import by_name
-from spatialdl.spatial.span import ReductionSpan, on_meta
+from spatialdl.spatial.span import ReductionSpan
 
 
 def comm_of(*operands: Any) -> Communicator:
@@ -107,7 +108,7 @@ class Layer:
             return by_outputs, None if by_outputs is not None else by_inputs
         if not is_divided(self._x):
             return by_outputs, None  # communicates in backward only
-        result = on_meta(self._local, self._x, self._weight, None)
+        result = meta_result(self._local, self._x, self._weight, None)
         is_larger = self._x.numel() > result.numel()
         return (None, by_inputs) if is_larger else (by_outputs, None)
 
@@ -352,7 +353,7 @@ def group_norm(
     """GroupNorm of whole groups on each rank; else of all channels."""
     if input.at != 1:
         return NotImplemented
-    on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
+    meta_result(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
     size, partition = input.shape[1] // num_groups, input.partition
     held = [partition.size_of(rank) for rank in range(partition.ranks)]
     cuts = (bound for bounds in partition.pieces for bound in bounds)

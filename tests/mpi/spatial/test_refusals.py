@@ -261,14 +261,15 @@ ERRORS = (ValueError, RuntimeError, IndexError, TypeError, AssertionError)
 NOT_PYTORCH: Refusals = {
     "windows": [
         ("window is larger than the image", lambda x: F.conv2d(x, ONE(2, 4, 9, 1))),
-        ("window is larger than the image", lambda x: F.max_pool2d(x, (1, 9))),
+        ("Output size is too small", lambda x: F.max_pool2d(x, (1, 9))),
         ("4 channels, but the weight.*expects 2", lambda x: F.conv2d(x, ONE(1, 2, 3, 3))),
         ("'same', 'valid' or", lambda x: F.conv2d(x, ONE(1, 4, 3, 3), padding="round")),
         ("needs stride 1", lambda x: F.conv2d(x, ONE(1, 4, 3, 3), None, 2, "same")),
         ("conv1d: the image has 4 channels", lambda x: F.conv1d(x.flatten(2), ONE(6, 3, 1))),
-        ("more than half", lambda x: F.max_pool2d(x, 3, 1, 2)),
-        ("not be zero", lambda x: F.avg_pool2d(x, 2, divisor_override=0)),
-        ("at least 1", lambda x: F.max_pool2d(x, 2, 0)),
+        ("at most half", lambda x: F.max_pool2d(x, 3, 1, 2)),
+        ("must be not zero", lambda x: F.avg_pool2d(x, 2, divisor_override=0)),
+        ("should not be zero", lambda x: F.max_pool2d(x, 2, 0)),
+        ("dilation must be at least 1", lambda x: F.conv2d(x, ONE(1, 4, 3, 3), dilation=0)),
     ],
     "transposed convolutions": [
         ("must be the channels", lambda x: F.conv_transpose2d(x, ONE(3, 4, 3, 3))),
@@ -278,14 +279,17 @@ NOT_PYTORCH: Refusals = {
         ("less padding", lambda x: F.conv_transpose2d(x, ONE(4, 2, 3, 3), None, 1, 6)),
     ],
     "adaptive pools": [
-        ("adaptive_", lambda x, p=pool, n=size: p(x.long() if n == 2 else x, n))
+        (
+            "(?i)adaptive_|negative dim|output_size",
+            lambda x, p=pool, n=size: p(x.long() if n == 2 else x, n),
+        )
         for pool in (F.adaptive_avg_pool2d, F.adaptive_max_pool2d)
         for size in (2, (2, -1), (1, 2, 3))
     ],
     "folds": [
-        ("fold", lambda x: F.fold(x.flatten(2), (9, 10), 2)),
-        ("fold", lambda x: F.fold(x.flatten(2), (5, 9), 2, padding=(-1, 0))),
-        ("unfold", lambda x: F.unfold(x, 9)),
+        ("expected input.size", lambda x: F.fold(x.flatten(2), (9, 10), 2)),
+        ("padding should", lambda x: F.fold(x.flatten(2), (5, 9), 2, padding=(-1, 0))),
+        ("sliding blocks", lambda x: F.unfold(x, 9)),
     ],
     "losses": [
         ("", lambda x: F.cross_entropy(x, places(2, 8, 7))),
@@ -337,6 +341,7 @@ NOT_PYTORCH: Refusals = {
         ("wrapping around more than once", lambda x: F.pad(x, (0, 6, 0, 0), "circular")),
     ],
     "others": [
+        ("order must be", lambda x: x.diff(n=-1)),
         ("align_corners", lambda x: F.interpolate(x, 3, mode="nearest", align_corners=True)),
         ("", bool),
         ("", lambda x: x + ONE(2, 3, 8, 8)),
