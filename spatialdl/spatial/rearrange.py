@@ -146,8 +146,8 @@ def _is_split(x: SpatialTensor, dim: int) -> bool:
 
 
 @register_op(torch.flip, Tensor.flip, split=("input",))
-def flip(input: SpatialTensor, *dims: Any, **named: Any) -> SpatialTensor:
-    wanted = tuple(numbers_of(dims or (named["dims"],)))
+def flip(input: SpatialTensor, *dims: Any) -> SpatialTensor:
+    wanted = tuple(numbers_of(dims))
     others = [dim for dim in wanted if not _is_split(input, dim)]
     if others or not wanted:
         tile = to_tile(input).flip(others)

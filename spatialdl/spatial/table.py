@@ -120,8 +120,8 @@ def _check_operands(
     plain = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     needed = sum(one.default is inspect.Parameter.empty for one in signature.parameters.values())
 
-    def bind(args: Any, kwargs: Any) -> Iterable[tuple[str, Any]]:
-        """Arguments by name, without `Signature.bind` in the common case."""
+    def bind(args: Any, kwargs: Any) -> Iterable[tuple[str, Any]] | None:
+        """Arguments by name, without `Signature.bind` in the common case; None if they misfit."""
         if plain and len(args) <= len(names):
             given = by_name(names, args, kwargs)
             # Equal counts: no argument was passed twice.
@@ -130,15 +130,29 @@ def _check_operands(
                 return given.items()
         try:
             return signature.bind(*args, **kwargs).arguments.items()
-        except TypeError as error:
-            raise refusal(
-                function, spatial_in((args, kwargs)), f"unsupported arguments ({error})"
-            ) from None
+        except TypeError:
+            return None
+
+    def in_order(args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """Arguments by the names of PyTorch's operator, in its order."""
+        for parameters in _parameters_of(function):
+            given = dict(zip(parameters, args, strict=False)) | {
+                "self" if name == "input" else name: value for name, value in kwargs.items()
+            }
+            last = max((n for n, name in enumerate(parameters) if name in given), default=-1)
+            if given.keys() <= parameters.keys() and len(given) == len(args) + len(kwargs):
+                return tuple((parameters | given).values())[: last + 1]
+        named = ", ".join(kwargs) or "none by name"
+        said = f"unsupported arguments ({len(args)}, {named})"
+        raise refusal(function, spatial_in((args, kwargs)), said)
 
     @functools.wraps(handler)
     def call(*args: Any, **kwargs: Any) -> Any:
-        forms = []
-        for name, value in bind(args, kwargs):
+        forms, bound = [], bind(args, kwargs)
+        if bound is None:
+            args, kwargs = in_order(args, kwargs), {}
+            bound = bind(args, kwargs) or ()
+        for name, value in bound:
             if not isinstance(value, _HOLDERS):
                 forms.append((name, value.__class__, value))
                 continue
@@ -150,6 +164,17 @@ def _check_operands(
         return handler(*args, **kwargs)
 
     return call
+
+
+@functools.cache
+def _parameters_of(function: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Names and defaults of the parameters of PyTorch's operator, of each overload."""
+    operator = getattr(torch.ops.aten, name_of(function), None)
+    overloads = () if operator is None else map(operator.__getattr__, operator.overloads())
+    return [
+        {one.name: one.default_value for one in overload._schema.arguments}
+        for overload in overloads
+    ]
 
 
 _CONVOLUTIONS = {

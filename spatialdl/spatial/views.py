@@ -96,8 +96,8 @@ def view(input: SpatialTensor, *shape: Any, dtype: Any = None) -> Tensor:
 
 
 @register_op(Tensor.reshape, torch.reshape, split=("input",), prefix=True)
-def reshape(input: SpatialTensor, *sizes: Any, shape: Any = ()) -> Tensor:
-    sizes = _infer_size(input, tuple(numbers_of(sizes or (shape,))))
+def reshape(input: SpatialTensor, *sizes: Any) -> Tensor:
+    sizes = _infer_size(input, tuple(numbers_of(sizes)))
     return view_as_shape(torch.reshape, input, sizes)
 
 

@@ -71,6 +71,23 @@ VIEWS: dict[str, Operation] = {
 }
 
 
+BY_NAME = {
+    "size": lambda x: x.view(size=(N, 2, 2, H, W)),
+    "shape": lambda x: torch.reshape(input=x, shape=(N, C, H * W)),
+    "dims": lambda x: x.permute(dims=(0, 2, 3, 1)).flip(dims=(2,)),
+    "sizes": lambda x: x[:, :1].expand(size=(N, C, H, W)).unflatten(dim=1, sizes=(2, -1)),
+    "repeats": lambda x: x.repeat(repeats=(1, 2, 1, 1)),
+    "axes": lambda x: x.swapaxes(axis0=1, axis1=2).transpose(dim0=0, dim1=1),
+    "places": lambda x: x.movedim(source=1, destination=3).roll(shifts=3, dims=2),
+}
+
+
+@pytest.mark.tiles
+@pytest.mark.parametrize("name", BY_NAME)
+def test_arguments_by_the_names_of_pytorch(name: str, meshes: dict) -> None:
+    check_keyed(BY_NAME[name], PLAIN, [], meshes, name)
+
+
 @pytest.mark.tiles
 @pytest.mark.parametrize("name", VIEWS)
 def test_views(name: str, meshes: dict) -> None:
