@@ -210,13 +210,15 @@ def crossing(
     recording: Recording, start: int, stop: int
 ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     """Values that the steps ``[start, stop)`` take from earlier and give to later steps."""
-    inside = recording.steps[start:stop]
-    takes = {value for step in inside for value in step.takes if value.step < start}
+    inside, after = recording.steps[start:stop], recording.steps[stop:]
+    used, later = ({value for step in some for value in step.takes} for some in (inside, after))
+    if after:
+        later |= set(values_in(recording.output))
+    else:  # it returns values that earlier stages may have made
+        used |= set(values_in(recording.output))
+    takes = {value for value in used if value.step < start}
     if start == 0:
         takes.add(IMAGE)
-    later = {value for step in recording.steps[stop:] for value in step.takes}
-    if stop < len(recording.steps):
-        later |= set(values_in(recording.output))
     own_from = -1 if start == 0 else start
     gives = {value for value in later if own_from <= value.step < stop}
     return tuple(sorted(takes)), tuple(sorted(gives))

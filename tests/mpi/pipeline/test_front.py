@@ -154,6 +154,50 @@ def test_equals_one_process(words: dict[str, Any], world: Communicator) -> None:
     assert all(torch.equal(again[key], one) for key, one in network(maps).state_dict().items())
 
 
+class ReturnsEarly(nn.Module):
+    """Returns a value that its first stage makes, beside that of the last one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.stem, self.aux = kind, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
+        self.body, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        z = self.stem(x)
+        early = {"auxiliary head": self.aux(z), "latent": z, "image": x}[self.kind]
+        return {"out": self.head(self.body(z.relu()).relu()), "early": early}
+
+
+def loss_of_both(outputs: dict[str, Tensor], target: Tensor) -> Tensor:
+    out, early = outputs["out"], outputs["early"]
+    return F.cross_entropy(out, target % 3) + early.square().mean() + (out * early.mean()).mean()
+
+
+@pytest.mark.parametrize("kind", ["auxiliary head", "latent", "image"])
+def test_outputs_of_early_stages_reach_the_loss(kind: str, world: Communicator) -> None:
+    layouts: dict[int, dict[str, Any]] = {
+        2: {"stages": 2, "cut": ["body"]},
+        3: {"stages": 3, "cut": ["body", "head"], "schedule": "1f1b"},
+        4: {"stages": 2, "cut": ["body"], "grid": (2, 1), "spatial_stages": 2},
+    }
+    if world.size not in layouts:
+        pytest.skip("stages have at least two ranks")
+    (images, targets), plain = batch(0, maps=True), ReturnsEarly(kind)
+    expected = 0.0
+    for start, stop in pairwise(even_bounds(BATCH, 2)):
+        loss = loss_of_both(plain(images[start:stop]), targets[start:stop]) * (stop - start) / BATCH
+        loss.backward()
+        expected += loss.item()
+    given = {"image_size": SIZE, "criterion": loss_of_both, "comm": world, "microbatches": 2}
+    pipeline = spatialdl.Pipeline(ReturnsEarly(kind), **given, **layouts[world.size])
+    assert pipeline.step(images, targets) == pytest.approx(expected, abs=1e-10)
+    grads = {name: one.grad for name, one in plain.named_parameters()}
+    for name, one in pipeline.named_parameters():
+        torch.testing.assert_close(one.grad, grads[name], atol=1e-10, rtol=0, msg=name)
+
+
 @pytest.mark.world(2)
 def test_a_mesh_is_one_stage(world: Communicator) -> None:
     mesh = spatialdl.init_mesh(grid=(2, 1), comm=WORLD)
