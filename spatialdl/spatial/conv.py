@@ -325,7 +325,7 @@ def _convolve(
     tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
     if geometry and not plan.communicates and not geometry.skips:
         y = geometry.select_outputs(conv.forward(tile, weight, bias))
-    elif geometry is None or _has_large_weight(input, weight):
+    elif geometry is None or tile.is_complex() or _has_large_weight(input, weight):
         samples, *extents = mesh.own_box(output).shape
         shape = (samples, weight.shape[0], *extents)
         y = apply_to_window(conv.without_padding, shape, tile, weight, bias, plan, mesh)

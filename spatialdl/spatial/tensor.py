@@ -118,6 +118,15 @@ _PER_TILE = {
 }
 
 
+# In the backward of complex tensors: they add (-1) or remove (1) a last dim of two parts.
+_REAL_AND_IMAGINARY = {
+    aten.view_as_real.default: -1,
+    aten.view_as_complex.default: 1,
+    aten.select.int: 1,
+    aten.select_backward.default: -1,
+}
+
+
 _NO_TRACE = (
     "torch.jit.trace and torch.onnx.export record operations on plain tensors in one process; pass "
     "a plain image"
@@ -171,6 +180,8 @@ class SpatialTensor(torch.Tensor):
         dims: SpatialDims | None = None,
         requires_grad: bool = False,
     ) -> SpatialTensor:
+        if tile.is_conj() or tile.is_neg():  # which kernels below this class would not see
+            tile = tile.resolve_conj().resolve_neg()
         dims = dims or image_dims(len(layout.cuts))
         layout = layout.of_samples(samples_of(tile.shape, dims))
         if _is_whole(tile, mesh):
@@ -265,6 +276,10 @@ class SpatialTensor(torch.Tensor):
         if func is aten.new_empty_strided.default and tuple(args[1]) == tuple(args[0].shape):
             # Autograd accumulates a gradient with other strides than the leaf's this way.
             func, args = aten.empty_like.default, args[:1]
+        if func is aten._conj.default:  # lazy
+            func = aten._conj_physical.default
+        if func in _REAL_AND_IMAGINARY:
+            return _beside_last_dim(func, *args)
         if func in _PER_TILE or _is_pointwise(func):
             return _on_tiles(func, args, kwargs or {})
         if _called.function is not None or current_graph_task_id() != -1:
@@ -372,6 +387,20 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
         if first._apart:
             share(first, split)
     return split
+
+
+def _beside_last_dim(func: Any, x: SpatialTensor, *args: Any) -> SpatialTensor:
+    """An operator on all pixels of a complex tensor, or of its real and imaginary parts."""
+    if func is aten.select_backward.default:
+        sizes, dim, index = args
+        last, args = len(sizes) - 1, ((*x._tile.shape, sizes[-1]), dim, index)
+    else:
+        last, dim = x.dim() - 1, args[0] if args else -1
+    if dim not in (-1, last) or (func is aten.select.int and -1 in x.spatial_dims.at):
+        raise refusal(_called.function or func, [x])
+    moved = x.spatial_dims.map_dims(lambda old: old + _REAL_AND_IMAGINARY[func])
+    tile = x._tile.contiguous() if func is aten.view_as_complex.default else x._tile
+    return SpatialTensor(func(tile, *args), x.spatial_layout, x.mesh, moved)
 
 
 def _tile_of(value: Any) -> Any:

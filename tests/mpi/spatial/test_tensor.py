@@ -58,6 +58,15 @@ def test_sizes_are_global_and_tiles_local(mesh: Mesh) -> None:
     assert f"grid={mesh.grid}" in text
 
 
+def test_a_lazy_conjugate_is_taken_as_it_is_seen(mesh: Mesh) -> None:
+    """Kernels saw the values below it."""
+    lazy = torch.complex(image(2, 4, H, W), image(2, 4, H, W) + 1).conj()
+    for tile in (lazy, lazy.imag):
+        x = from_local(own(tile, mesh), mesh, (H, W))
+        assert torch.equal((x * 1).full_tensor(), tile)
+        assert torch.equal(shard(tile, mesh).angle().full_tensor(), tile.angle())
+
+
 @pytest.mark.parametrize("shape", [(2, H, W), (2, 4, H, W)])
 def test_from_local_is_shard_of_the_whole(shape: tuple[int, ...], mesh: Mesh) -> None:
     labels = (image(*shape) * 10).long()

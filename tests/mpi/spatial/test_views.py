@@ -82,6 +82,33 @@ BY_NAME = {
 }
 
 
+def complex_of(x: Tensor) -> Tensor:
+    return x[:, :2] + 1j * x[:, 2:]
+
+
+def turned(z: Tensor, angles: Tensor) -> Tensor:
+    """As rotary embeddings."""
+    pairs = torch.view_as_complex(torch.view_as_real(z))
+    return torch.view_as_real(pairs * torch.exp(1j * angles)[:, None, None]).sum(-1)
+
+
+COMPLEX = {
+    "product": lambda x, w: (complex_of(x) * torch.exp(1j * w)[:, None, None]).abs(),
+    "conjugate": lambda x, w: (complex_of(x).conj() * (1 + 2j)).imag * w[:, None, None],
+    "mean": lambda x, w: (complex_of(x).mean((2, 3)) * (w + 1j)).abs(),
+    "pairs": lambda x, w: turned(complex_of(x), w),
+    "convolution": lambda x, w: F.conv2d(
+        complex_of(x), (w + 1j * w.flip(0)).expand(3, 5, 3, 2).transpose(1, 3), padding=(1, 2)
+    ).abs(),
+}
+
+
+@pytest.mark.tiles
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_values(name: str, meshes: dict) -> None:
+    check_keyed(COMPLEX[name], PLAIN, [(2,)], meshes, name)
+
+
 @pytest.mark.tiles
 @pytest.mark.parametrize("name", BY_NAME)
 def test_arguments_by_the_names_of_pytorch(name: str, meshes: dict) -> None:
