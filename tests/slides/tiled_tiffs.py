@@ -89,3 +89,31 @@ def spoil(path: Path, number: int, how: str) -> None:
     else:
         content[middle : middle + 2] = b"\xff\xd9"
     path.write_bytes(content)
+
+
+_SCN = """<?xml version="1.0"?>
+<scn xmlns="http://www.leica-microsystems.com/scn/2010/10/01" uuid="urn:uuid:0">
+<collection name="c" uuid="urn:uuid:1" sizeX="{0}" sizeY="{1}">{2}</collection></scn>"""
+_OF_SCN = """<image name="{0}" uuid="urn:uuid:{0}">
+<creationDate>2020-01-01T00:00:00Z</creationDate><device model="Leica SCN400" version="1"/>
+<pixels sizeX="{1}" sizeY="{2}"><dimension sizeX="{1}" sizeY="{2}" r="0" ifd="{0}"/></pixels>
+<view sizeX="{3}" sizeY="{4}" offsetX="{5}" offsetY="{6}" spacingZ="0"/><scanSettings>
+<objectiveSettings><objective>20</objective></objectiveSettings><illuminationSettings>
+<numericalAperture>0.8</numericalAperture><illuminationSource>brightfield</illuminationSource>
+</illuminationSettings></scanSettings></image>"""
+
+
+def write_scn(path: Path, scanned: Bytes, size: tuple[int, int], start: tuple[int, int]) -> Path:
+    """A slide of `size` (rows, columns) as Leica's, scanned from x and y on; it has bounds."""
+    (rows, cols), nm = size, 500
+    macro = np.full((rows // 8, cols // 8, 3), 200, np.uint8)
+    images = (
+        (0, *macro.shape[1::-1], cols * nm, rows * nm, 0, 0),
+        (1, *scanned.shape[1::-1], *(nm * n for n in (*scanned.shape[1::-1], *start))),
+    )
+    described = "".join(_OF_SCN.format(*one) for one in images)
+    with tifffile.TiffWriter(path, bigtiff=True) as tiff:
+        for number, image in enumerate((macro, scanned)):
+            told = None if number else _SCN.format(cols * nm, rows * nm, described)
+            tiff.write(image, photometric="rgb", tile=(64, 64), metadata=None, description=told)
+    return path

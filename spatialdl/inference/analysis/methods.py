@@ -91,7 +91,8 @@ def cluster(options: argparse.Namespace, cohort: Cohort) -> Summary:
             folder = options.out / "geojson"
             folder.mkdir(exist_ok=True)
             clusters, names = every.values["cluster"], [f"cluster {k}" for k in range(count)]
-            boxes = class_features(every.coords, _span(file, every.coords), clusters, names)
+            places = every.coords - slides.scanned_from(file.slide)
+            boxes = class_features(places, _span(file, every.coords), clusters, names)
             save_geojson(folder / f"{file.slide}.geojson", boxes)
         return every if number in shown else None
 

@@ -66,6 +66,10 @@ class SlidePictures:
 
         return self._read(name, read)
 
+    def scanned_from(self, name: str) -> tuple[int, int]:
+        """Level-0 x and y from which QuPath counts; (0, 0) if the slide is missing."""
+        return self._read(name, lambda slide: slide.scanned[:2]) or (0, 0)
+
     def tile(self, name: str, place: tuple[int, int], span: float) -> Picture | None:
         """Tile at level-0 x and y, `span` level-0 pixels wide; None if missing or unreadable."""
         side = int(min(_TILE, max(1.0, span)))

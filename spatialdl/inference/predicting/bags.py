@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +331,11 @@ def save_bag_maps(
         slide: the open slide, drawn under the map; None if it is not available.
         what: title of the map, such as "attention for CLASS".
     """
+    thumbnail = None
+    if slide is not None:  # QuPath shows this part of it only
+        part = slide.scanned
+        places = replace(places, places=places.places - part[:2], extent=(part.rows, part.cols))
+        thumbnail = part.of_thumbnail(slide_thumbnail(slide))
     shares, span = shares_below(attention), (places.span, places.span)
     found = TileMap(places.places, span, places.extent, shares[:, None, None, None])
     label, limits = "share of tiles with less attention", (0.0, 1.0)
@@ -343,7 +348,7 @@ def save_bag_maps(
         {what: overview},
         found.scale * Overview(found.size).factor,
         places.extent,
-        None if slide is None else slide_thumbnail(slide),
+        thumbnail,
         label,
         limits,
     )

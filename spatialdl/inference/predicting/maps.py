@@ -16,7 +16,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,7 +107,9 @@ def save_maps(
     regions = classes.task == "segmentation"
     if not regions and world.rank != 0:
         return
-    thumbnail = _thumbnail(given) if world.rank == 0 else None
+    given, thumbnail = _in_scanned_part(given, draws=world.rank == 0)
+    assert given.span is not None
+    assert given.extent is not None
     found: Any
     if regions:
         found, scale = _region_map(given, given.extent, outcome, world), given.scale
@@ -158,13 +160,16 @@ def save_maps(
         save_geojson(where.path(geojson), features)
 
 
-def _thumbnail(given: Input) -> Thumbnail | None:
+def _in_scanned_part(given: Input, draws: bool) -> tuple[Input, Thumbnail | None]:
+    """The input in coordinates of the part of its slide that QuPath shows, and the part."""
     if given.slide is None:
-        return None
+        return given, None
     source: Any = given.source
     with Slide(given.slide, source.mpp) as slide:
-        slide.background = source.background
-        return slide_thumbnail(slide)
+        slide.background, part = source.background, slide.scanned
+        thumbnail = part.of_thumbnail(slide_thumbnail(slide)) if draws else None
+    places = [(x - part.x, y - part.y) for x, y in given.places]
+    return replace(given, places=places, extent=(part.rows, part.cols)), thumbnail
 
 
 def _region_map(
@@ -174,7 +179,7 @@ def _region_map(
     x, y = given.places[0]
     offset = round(y / given.scale), round(x / given.scale)
     rows, cols = (
-        max(1, round(length / given.scale), first + side)
+        max(1, round(length / given.scale), min(first + side, ceil(length / given.scale)))
         for length, first, side in zip(extent, offset, given.size, strict=True)
     )
     return PiecedMap(world, (rows, cols), outcome.pieces, given.size, offset)

@@ -164,12 +164,14 @@ class PiecedMap:
             band = np.full((*leading, last - first, *self.size[1:]), self._empty, dtype)
             for start, values in (part for one in gathered for part in one):
                 at = (start[0] + top - first, *map(sum, zip(start[1:], inset, strict=True)))
-                extents = values.shape[len(leading) :]
-                ends = map(sum, zip(at, extents, strict=True))
-                place: tuple[Any, ...] = (..., *map(slice, at, ends))
+                cut: tuple[Any, ...] = (..., *(slice(max(0, -one), None) for one in at))
+                inside = values[cut]
+                begins = [max(0, one) for one in at]
+                ends = map(sum, zip(begins, inside.shape[len(leading) :], strict=True))
+                place: tuple[Any, ...] = (..., *map(slice, begins, ends))
                 under = band[place]
                 place = (..., *map(slice, under.shape[len(leading) :]))
-                under[...] = values[place]  # clipped at the map's end
+                under[...] = inside[place]  # clipped where the map ends
             for piece in self._pieces:
                 piece.release()
             yield band

@@ -1,6 +1,7 @@
 """Polygons of a slide: as GeoJSON for QuPath, and with its maps as a SpatialData store.
 
-GeoJSON has tiles, regions by class, regions of strong activation. Coordinates are level-0 pixels.
+GeoJSON has tiles, regions by class, regions of strong activation. Coordinates are level-0 pixels
+of the scanned part of the slide.
 Properties are those of QuPath since 0.4: ``objectType``, ``classification`` with a name and a
 colour, and ``measurements`` by name.
 
@@ -13,8 +14,8 @@ labels/classes        1 + the most probable class, 0 where there is none; only i
 shapes/tiles          or shapes/regions: the polygons of NAME.geojson
 tables/predictions    their classes and probabilities
 
-Each element has the coordinate systems ``global``, level-0 pixels of the slide, and, if the
-slide's resolution is known, ``microns``.
+Each element has the coordinate systems ``global``, level-0 pixels of the scanned part of the
+slide, and, if its resolution is known, ``microns``.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Choosing:
         path = find_annotations(self._options.annotations, slide.path)
         regions = read_annotations(path)
         if counts_from_scanned_part(path):
-            regions = [region.moved(slide.scanned_from) for region in regions]
+            regions = [region.moved(slide.scanned[:2]) for region in regions]
         return regions
 
     def plan(

@@ -60,6 +60,26 @@ class Thumbnail(NamedTuple):
         return ~self.missing if self.empty is None else ~(self.missing | self.empty)
 
 
+class ScannedPart(NamedTuple):
+    """The box of a slide that QuPath shows, and from whose corner its coordinates count.
+
+    In level-0 pixels of OpenSlide, which counts from the corner of the whole slide.
+    """
+
+    x: int
+    y: int
+    rows: int
+    cols: int
+
+    def of_thumbnail(self, whole: Thumbnail) -> Thumbnail:
+        """The part of a slide's thumbnail."""
+        row, col = (round(start / whole.scale) for start in (self.y, self.x))
+        rows, cols = (max(1, round(length / whole.scale)) for length in (self.rows, self.cols))
+        place = np.s_[row : row + rows, col : col + cols]
+        empty = None if whole.empty is None else whole.empty[place]
+        return whole._replace(image=whole.image[place], missing=whole.missing[place], empty=empty)
+
+
 class Slide:
     """A slide open for reading.
 
@@ -118,10 +138,17 @@ class Slide:
         return self.properties.get("openslide.quickhash-1", "")
 
     @property
-    def scanned_from(self) -> tuple[int, int]:
-        """Level-0 (x, y) where the scanned part begins, in MIRAX slides; else (0, 0)."""
-        bounds = [self.properties.get(f"openslide.bounds-{axis}", "0") for axis in "xy"]
-        return (int(bounds[0]), int(bounds[1])) if all(map(str.isdecimal, bounds)) else (0, 0)
+    def scanned(self) -> ScannedPart:
+        """The scanned part, e.g. of MIRAX and SCN slides; the whole slide without bounds."""
+        known = {
+            name: int(text)
+            for name in ("x", "y", "width", "height")
+            if (text := self.properties.get(f"openslide.bounds-{name}", "")).isdecimal()
+        }
+        rows, cols = self.size
+        x, y = (known["x"], known["y"]) if {"x", "y"} <= known.keys() else (0, 0)
+        width, height = known.get("width", cols), known.get("height", rows)
+        return ScannedPart(x, y, min(height, rows - y), min(width, cols - x))
 
     @property
     def mpp(self) -> float:

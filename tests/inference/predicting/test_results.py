@@ -17,6 +17,7 @@ import torch
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import SlideError
 from spatialdl.inference.predicting import checks, maps
+from spatialdl.inference.predicting.bags import BagPlaces, save_bag_maps
 from spatialdl.inference.predicting.checks import check_config
 from spatialdl.inference.predicting.inputs import Input, SlideImages
 from spatialdl.inference.predicting.maps import MapClasses, MapFolder, save_maps
@@ -24,8 +25,10 @@ from spatialdl.inference.predicting.pieces import MapPiece
 from spatialdl.inference.predicting.polygons import region_features, save_geojson, tile_features
 from spatialdl.inference.predicting.running import SlideOutput
 from spatialdl.slides.finding.annotations import read_annotations
+from spatialdl.slides.reading.reader import Slide
 from tests.composing import composed
 from tests.inference.predicting.runs import write_slide
+from tests.slides.tiled_tiffs import write_scn
 
 EXTENT, SPAN = (203, 187), (64.0, 64.0)
 PLACES = [(0, 0), (64, 0), (96, 64), (16, 128)]
@@ -93,6 +96,43 @@ def test_maps_of_tiles_have_their_values_at_their_places(slide, tmp_path):
             assert float(found.properties["openslide.mpp-x"]) == pytest.approx(0.25 * 8)
     corners = [one["geometry"]["coordinates"][0][0] for one in features(tmp_path / "a.geojson")]
     assert corners == [list(PLACES[tile]) for tile in kept]
+
+
+def test_maps_count_from_where_qupath_does(tmp_path):
+    """It shows the scanned part of a slide; maps and polygons lay beside it by its offset."""
+    size, start = (640, 512), np.array((96, 128))
+    pixels = np.random.default_rng(0).integers(0, 255, (192, 256, 3), np.uint8)
+    slide = write_scn(tmp_path / "a.scn", pixels, size, (96, 128))
+    places = [(96, 128), (160, 128), (224, 192), (160, 256)]
+    images = SlideImages(slide, 0.5, places, (32, 32), 2.0)
+    given = Input("a", images, (32, 32), places, SPAN, size, 0.5, slide)
+    saved(tmp_path, given, SlideOutput(torch.from_numpy(VALUES), range(4)))
+    expected = np.zeros((24, 32), np.uint8)
+    for (x, y), (_, value) in zip((np.array(places) - start) // 8, VALUES, strict=True):
+        expected[y : y + 8, x : x + 8] = 1 + round(254 * value)
+    assert (grey(tmp_path / "a-yes.tif")[0] == expected).all()
+    corners = [one["geometry"]["coordinates"][0][0] for one in features(tmp_path / "a.geojson")]
+    assert corners == (np.array(places) - start).tolist()
+
+    values = torch.zeros(2, 320, 256, dtype=torch.float64)
+    values[0], values[1, 96:128, 80:112] = 0.5, 1  # at (160, 192), 64 x 64 of level 0
+    whole = Input("a", images, (320, 256), [(0, 0)], size, size, 0.5, slide, True)
+    saved(tmp_path, whole, SlideOutput(pieces=[MapPiece((0, 0), values)]), task="segmentation")
+    image = grey(tmp_path / "a-yes.tif")[0]
+    assert image.shape == (96, 128)
+    assert (image[32:64, 32:64] == 255).all()
+    assert (image == 255).sum() == 32 * 32
+    with Slide(slide) as opened:
+        rings = [one.moved(opened.scanned[:2]) for one in read_annotations(tmp_path / "a.geojson")]
+        save_bag_maps(
+            *(MapFolder(tmp_path, "b"), VALUES[:, 0], BagPlaces(np.array(places), 64.0, size)),
+            *(opened, "attention"),
+        )
+    yes = next(one.outline for one in rings if one.label == "yes")
+    assert np.allclose((yes.min(0), yes.max(0)), ((160, 192), (224, 256)), atol=3)
+    of_bag = [one["geometry"]["coordinates"][0][0] for one in features(tmp_path / "b.geojson")]
+    assert of_bag == corners
+    assert grey(tmp_path / "b-attention.tif")[0].shape == (24, 32)
 
 
 def test_maps_of_activation_lie_in_what_the_network_sees(tmp_path):

@@ -78,7 +78,7 @@ def test_regions_give_classes_and_labels_give_splits(tmp_path, halves, capsys):
 def test_qupath_counts_from_the_scanned_part(tmp_path, halves, everywhere, monkeypatch):
     folder = tmp_path / "drawn"
     annotate(folder, "ring", polygon(0, 0, 256, 128, "a"))
-    monkeypatch.setattr(Slide, "scanned_from", (256, 384))
+    monkeypatch.setattr(Slide, "scanned", (256, 384, 99, 99))
     more = ("--annotations", folder, "--mask-dir", everywhere)
     assert run(tmp_path / "set", halves["ring"], *more) == 0
     assert places(tmp_path / "set") == [(256, 384), (384, 384)]

@@ -145,13 +145,16 @@ def test_a_thumbnail_shows_the_slide_up_to_its_edge_and_nothing_else(tmp_path, s
         assert thumbnail.seen.all()
 
 
-def test_where_the_scanned_part_begins(synthetic):
+def test_the_scanned_part(synthetic):
     with Slide(synthetic["ring"]) as slide:
-        assert slide.scanned_from == (0, 0)
+        rows, cols = slide.size
+        assert slide.scanned == (0, 0, rows, cols)
         slide._source.properties |= {"openslide.bounds-x": "320", "openslide.bounds-y": "64"}
-        assert slide.scanned_from == (320, 64)
+        assert slide.scanned == (320, 64, rows - 64, cols - 320)
+        slide._source.properties |= {"openslide.bounds-width": "99", "openslide.bounds-height": "9"}
+        assert slide.scanned == (320, 64, 9, 99)
         slide._source.properties["openslide.bounds-y"] = "?"
-        assert slide.scanned_from == (0, 0)
+        assert slide.scanned == (0, 0, 9, 99)
 
 
 PATH = Path("a.svs")
