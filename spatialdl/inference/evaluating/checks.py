@@ -8,7 +8,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.common.configuring.values import check_values
 from spatialdl.data.tables import SAMPLE, SlideTable, find_predicted, read_table
-from spatialdl.inference.predicting.checks import check_config, check_whole
+from spatialdl.inference.predicting.checks import CUTTING, check_config, check_whole
 from spatialdl.layout.placement import Placement
 from spatialdl.training.checks import check_choices
 from spatialdl.training.layouts import placement_of
@@ -16,6 +16,12 @@ from spatialdl.training.layouts import placement_of
 AGGREGATIONS = ("mean", "median", "max", "vote")
 TABLES = ("predictions", "volumes", "confusion", "slides")
 """Names of the tables of predictions."""
+_PREDICTING = {
+    **dict.fromkeys((*CUTTING, "split", "tta", "precision", "memory_limit_gb", "classes")),
+    **dict.fromkeys(("maps", "spatialdata", "activation"), False),
+    **{"average": True, "batch_size": 8, "geojson": "plain"},
+}
+"""Keys that do not apply to predictions, with their defaults."""
 
 
 def check_evaluation(config: DictConfig) -> Placement:
@@ -55,6 +61,12 @@ def _check_predictions(config: DictConfig) -> Placement:
             raise ValueError(
                 f"predictions={config.predictions} and {key}={config[key]} are exclusive: leave "
                 "one of them out"
+            )
+    for key, default in _PREDICTING.items():
+        if config[key] != default:
+            raise ValueError(
+                f"{key}={config[key]} is for predicting, but predictions={config.predictions} are "
+                "there already: leave it out"
             )
     folder = Path(config.predictions).expanduser()
     if not any(find_predicted(folder, name) for name in TABLES):

@@ -171,6 +171,11 @@ def names_own_network(ckpt_path: str) -> bool:
 
 
 def _check_input(config: DictConfig) -> None:
+    for key in ("features", "volumes"):
+        if config[key] is not None and config.geojson != "plain":
+            raise ValueError(
+                f"geojson={config.geojson} is for polygons of slides, not for {key}=...: leave it out"
+            )
     if config.features is not None:
         _check_bags(config)
         return
@@ -197,7 +202,7 @@ def _check_input(config: DictConfig) -> None:
 
 def _check_bags(config: DictConfig) -> None:
     """Check `features=`; `slides=` may be given as well, to draw heat maps over them."""
-    for key in ("volumes", "shards", "split", *CUTTING, "activation"):
+    for key in ("volumes", "shards", "split", *CUTTING, "activation", "tta", "classes"):
         if config[key] not in (None, False):
             raise ValueError(
                 f"{key}={config[key]} is for images, but features=... are already computed: "

@@ -211,6 +211,8 @@ def folder(tmp_path):
         ("features=f", "features do not contain labels: give labels=FILE.csv"),
         ("predictions=P slides=a.svs", "predictions=.* and slides=a.svs are exclusive"),
         ("predictions=P ckpt_path=run", "are exclusive"),
+        ("predictions=P split=test", "split=test is for predicting, but predictions="),
+        ("predictions=P maps=true", "maps=True is for predicting"),
         ("predictions=P/..", "slides.csv: give the directory of a run"),
         ("predictions=P parallel=sp", "parallel=sp needs 2 ranks, but evaluating"),
         ("predictions=P bootstrap=-1", "bootstrap=-1 must be a whole number of at least 0"),

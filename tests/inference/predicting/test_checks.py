@@ -70,6 +70,8 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("activation=true maps=false", "activation=true needs maps"),
         ("activation=true tta=flips", "averages several"),
         ("slides=null features=x parallel=sp", "bags of features are not split"),
+        ("slides=null features=x tta=d4", "tta=d4 is for images"),
+        ("slides=null volumes=x geojson=gzip", "geojson=gzip is for polygons of slides"),
         ("slides=null features=x tile_size=256", "tile_size=256 is for images"),
         ("comm.timeout=-1", "comm.timeout"),
     ],
