@@ -174,7 +174,7 @@ def _check_input(config: DictConfig) -> None:
     for key in ("features", "volumes"):
         if config[key] is not None and config.geojson != "plain":
             raise ValueError(
-                f"geojson={config.geojson} is for polygons of slides, not for {key}=...: leave it out"
+                f"geojson={config.geojson} is for polygons of slides, not of {key}: leave it out"
             )
     if config.features is not None:
         _check_bags(config)
