@@ -110,7 +110,7 @@ with _known_versions():
 
 
 _ATEN = """
-    _conj_physical _native_batch_norm_legit _scaled_dot_product_efficient_attention
+    _conj _conj_physical _native_batch_norm_legit _scaled_dot_product_efficient_attention
     _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward _to_copy
 """

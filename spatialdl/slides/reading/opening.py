@@ -58,7 +58,12 @@ def open_source(path: Path, native: bool = True) -> PixelSource:
         raise SlideError(f"cannot open slide {path}: {error.strerror}") from error
     _check_references(path, first)
     try:
-        return OpenSlideFile(first, native, path)
+        source = OpenSlideFile(first, native, path)
+        of_any_tiff = source.properties.get("openslide.vendor") == "generic-tiff"
+        if of_any_tiff and (lost := plain_tiff.what_is_lost(first)):
+            source.close()
+            raise SlideError(f"cannot open slide {path}: {lost}")
+        return source
     except openslide.OpenSlideUnsupportedFormatError as error:
         if start.startswith((*TIFF_STARTS, PNG_START, JPEG_START)):
             return _open_plain(path, start)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tifffile
 
 from spatialdl.errors import SlideError
+from spatialdl.layout.layout import by
 from spatialdl.slides.reading.native import tiles_under
 from spatialdl.slides.reading.plain_image import Header
 
@@ -119,7 +121,8 @@ def header(path: Path) -> Header:
             with tifffile.TiffFile(path) as tiff:
                 page = tiff.pages.first
                 remark, is_slide = slide_problem(tiff)
-                problem = f"{remark}; {again}" if is_slide else _unsupported(page)
+                unsupported = _not_one_picture(tiff) or _unsupported(page)
+                problem = f"{remark}; {again}" if is_slide else unsupported
                 info = Header((page.imagelength, page.imagewidth), _resolution(page), remark)
     except Exception as error:  # tifffile raises many kinds for a damaged file
         raise SlideError(
@@ -131,8 +134,28 @@ def header(path: Path) -> Header:
     return info
 
 
-def _unsupported(page: tifffile.TiffPage) -> str:
-    """Why a page is not supported; empty if it is."""
+def what_is_lost(path: Path) -> str:
+    """Why the pixels of a TIFF are not those of one image in 8 bits; empty if they are.
+
+    OpenSlide makes RGB of anything that libtiff reads: of the first channel, of the upper bits.
+    """
+    with tifffile.TiffFile(path) as tiff:
+        return _not_one_picture(tiff)
+
+
+def _not_one_picture(tiff: tifffile.TiffFile) -> str:
+    page = tiff.pages.first
+    second: Any = tiff.pages.get(1) if len(tiff.pages) > 1 else None
+    size = (page.imagelength, page.imagewidth)
+    if second is not None and (second.imagelength, second.imagewidth) == size:
+        return (
+            f"the TIFF has several pages of {by(size)}, such as channels or slices, of which one "
+            "would be read; save one page or RGB, or import them as a volume"
+        )
+    return _pixels_unsupported(page)
+
+
+def _pixels_unsupported(page: tifffile.TiffPage) -> str:
     photometric = int(page.photometric)
     if page.dtype != np.uint8 or page.bitspersample != 8:
         bits = f"{page.bitspersample} bits per channel"
@@ -144,6 +167,12 @@ def _unsupported(page: tifffile.TiffPage) -> str:
             f"the TIFF is {kind} with {page.samplesperpixel} channels, supported are grey and "
             "RGB, with or without alpha; convert it to RGB"
         )
+    return ""
+
+
+def _unsupported(page: tifffile.TiffPage) -> str:
+    """Why this reader does not support the pixels of a picture; empty if it does."""
+    photometric = int(page.photometric)
     if photometric == _YCBCR and int(page.compression) != _JPEG:
         return "the TIFF is YCbCr without JPEG compression; convert it to RGB"
     strip = int(np.prod(page.chunks))

@@ -238,3 +238,21 @@ def test_files_that_a_slide_names_lie_in_its_folder(tmp_path):
     for name in ("a.mrxs", "a/b.vms"):
         with pytest.raises(SlideError, match="out of its folder, to"):
             open_source(tmp_path / name)
+
+
+@pytest.mark.parametrize("tile", [None, (64, 64)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [
+        ((70, 90), np.uint16, "16 bits per channel, supported are 8"),
+        ((70, 90, 5), np.uint8, "MINISBLACK with 5 channels"),
+        ((3, 70, 90), np.uint8, "several pages of 70x90, such as channels"),
+    ],
+)
+def test_channels_depth_and_pages_are_not_lost_in_silence(shape, dtype, said, tile, tmp_path):
+    """OpenSlide makes RGB of 8 bits of the first channel of any tiled TIFF."""
+    path, pixels = tmp_path / "a.tif", np.zeros(shape, dtype)
+    one = {"planarconfig": "contig"} if shape[-1] == 5 else {}
+    tifffile.imwrite(path, pixels, tile=tile, photometric="minisblack", **one)
+    with pytest.raises(SlideError, match=said):
+        open_source(path)
