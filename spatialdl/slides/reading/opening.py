@@ -57,6 +57,11 @@ def open_source(path: Path, native: bool = True) -> PixelSource:
     except OSError as error:
         raise SlideError(f"cannot open slide {path}: {error.strerror}") from error
     _check_references(path, first)
+    if first.suffix.lower() == ".vsi":
+        raise SlideError(
+            f"cannot open slide {path}: the pixels of a .vsi lie in .ets files beside it, which "
+            "are not supported; export it as a pyramidal OME-TIFF, e.g. by bfconvert or QuPath"
+        )
     try:
         source = OpenSlideFile(first, native, path)
         of_any_tiff = source.properties.get("openslide.vendor") == "generic-tiff"

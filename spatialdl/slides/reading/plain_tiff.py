@@ -201,7 +201,7 @@ def _palette(page: tifffile.TiffPage) -> Bytes:
 
 def _resolution(page: tifffile.TiffPage) -> dict[str, str]:
     unit = _UNITS.get(int(page.tags.valueof("ResolutionUnit", 2)))
-    properties = {}
+    properties = {"tiff.ImageDescription": str(page.description)}
     for axis in "xy":
         above, below = page.tags.valueof(f"{axis.upper()}Resolution", (0, 1))
         if unit and above and below:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
+from spatialdl.data.importing.volume_files.volume import ome_spacing
 from spatialdl.errors import SlideError
 
 PLAUSIBLE_MPP = (0.05, 20.0)
@@ -36,7 +38,7 @@ def mpp_of(properties: Mapping[str, str], path: Path) -> FileMpp:
     Raises:
         SlideError: the properties have no resolution, or an implausible one.
     """
-    values = [properties.get(f"openslide.mpp-{axis}") for axis in "xy"]
+    values = _ome_mpp(properties) or [properties.get(f"openslide.mpp-{axis}") for axis in "xy"]
     if None in values:
         raise SlideError(
             f"slide {path} has no micrometres per pixel in its metadata; set them with "
@@ -67,6 +69,18 @@ def mpp_of(properties: Mapping[str, str], path: Path) -> FileMpp:
             f"{mean:g} for both"
         )
     return FileMpp(mean, remark)
+
+
+def _ome_mpp(properties: Mapping[str, str]) -> list[str | None]:
+    """Values along x and y from the OME-XML of a TIFF, which openslide does not read."""
+    text = properties.get("tiff.ImageDescription", "")
+    if "<OME" not in text:
+        return []
+    try:
+        spacing = ome_spacing(text, "XY")
+    except (ElementTree.ParseError, ValueError):
+        return []
+    return [repr(length * 1000) for length in spacing or ()]
 
 
 def power_of(properties: Mapping[str, str]) -> float | None:

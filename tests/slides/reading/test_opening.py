@@ -256,3 +256,16 @@ def test_channels_depth_and_pages_are_not_lost_in_silence(shape, dtype, said, ti
     tifffile.imwrite(path, pixels, tile=tile, photometric="minisblack", **one)
     with pytest.raises(SlideError, match=said):
         open_source(path)
+
+
+@pytest.mark.parametrize("tile", [None, (64, 64)])
+def test_a_tiff_has_the_resolution_of_its_ome_xml(tile, tmp_path):
+    path = tmp_path / "a.ome.tif"
+    lengths = {"PhysicalSizeX": 250, "PhysicalSizeXUnit": "nm", "PhysicalSizeY": 0.25}
+    pixels, about = np.zeros((70, 90, 3), np.uint8), {"axes": "YXS", **lengths}
+    tifffile.imwrite(path, pixels, tile=tile, photometric="rgb", metadata=about)
+    with Slide(path) as slide:
+        assert slide.mpp == pytest.approx(0.25)
+    path.rename(tmp_path / "a.vsi")
+    with pytest.raises(SlideError, match=r"lie in \.ets files"):
+        open_source(tmp_path / "a.vsi")

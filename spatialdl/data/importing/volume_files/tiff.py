@@ -20,8 +20,8 @@ from spatialdl.data.importing.volume_files.volume import (
     Read,
     Reader,
     StoredVolume,
-    millimetres,
     numbers_of,
+    ome_spacing,
 )
 
 _UNNAMED = "QI"  # tifffile's names of unlabelled page axes
@@ -38,7 +38,7 @@ def open_tiff(path: Path) -> StoredVolume:
         series, order = _stack(tiff)
         shape = dict(zip(series.axes, series.shape, strict=True))
         size = tuple(shape[axis] for axis in order[:3])
-        spacing = _spacing(tiff.ome_metadata or "") if tiff.is_ome else None
+        spacing = ome_spacing(tiff.ome_metadata or "") if tiff.is_ome else None
         channels, dtype = prod(shape[axis] for axis in order[3:]), numbers_of(series.dtype)
         return StoredVolume(size, channels, dtype, spacing, None, Reader(partial(_start, path)))
 
@@ -85,21 +85,6 @@ def _stack(tiff: tifffile.TiffFile) -> tuple[Any, str]:
             "expected pages of grey or channels of one volume (ZYX, CZYX or ZCYX)"
         )
     return series, order
-
-
-def _spacing(text: str) -> tuple[float, ...] | None:
-    """Millimetres between neighbouring slices, rows and columns, if all three are lengths."""
-    pixels = ElementTree.fromstring(text).find(".//{*}Pixels")
-    if pixels is None:  # it is in another file
-        return None
-    found = []
-    for axis in "ZYX":
-        unit = millimetres(pixels.get(f"PhysicalSize{axis}Unit", "\N{MICRO SIGN}m"))
-        length = float(pixels.get(f"PhysicalSize{axis}", "nan"))
-        if unit is None or not 0 < length < np.inf:
-            return None
-        found.append(length * unit)
-    return tuple(found)
 
 
 def _start(path: Path) -> Read:

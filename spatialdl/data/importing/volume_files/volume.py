@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +96,25 @@ class Reader:
 def millimetres(unit: str) -> float | None:
     """Millimetres of a unit, by its name or symbol; None if it is not a length."""
     return _MILLIMETRES.get(unit)
+
+
+def ome_spacing(text: str, axes: str = "ZYX") -> tuple[float, ...] | None:
+    """Millimetres between neighbours along axes of OME-XML; None if one of them has no length.
+
+    Raises:
+        ElementTree.ParseError: it is no XML.
+    """
+    pixels = ElementTree.fromstring(text).find(".//{*}Pixels")
+    if pixels is None:  # it is in another file
+        return None
+    found = []
+    for axis in axes:
+        unit = millimetres(pixels.get(f"PhysicalSize{axis}Unit", "\N{MICRO SIGN}m"))
+        length = float(pixels.get(f"PhysicalSize{axis}", "nan"))
+        if unit is None or not 0 < length < np.inf:
+            return None
+        found.append(length * unit)
+    return tuple(found)
 
 
 def numbers_of(stored: npt.DTypeLike) -> np.dtype[Any]:
