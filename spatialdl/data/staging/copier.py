@@ -203,8 +203,9 @@ class Copier:
 
 def main() -> None:
     """Execute the order on standard input; clean up when the input is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    # launchers and schedulers send them to all processes of a job, and ranks may still read
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     keep = order.pop("keep")
     stopped, writing = threading.Event(), threading.Lock()

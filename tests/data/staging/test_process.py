@@ -97,8 +97,8 @@ def test_copies_are_read_as_they_arrive_and_go_with_the_job(
         assert copy.read_bytes() == (folder / info.file).read_bytes()
     process = copier._process
     assert os.getpgid(process.pid) == process.pid, "it is not in our group"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # to everybody
-        os.kill(process.pid, number)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # to everybody
+        os.kill(process.pid, getattr(signal, name))
     copier.close()
     assert process.returncode == 0
     assert not left_on(tmp_path / "disk")
