@@ -223,6 +223,11 @@ def test_nifti_that_was_copied_in_part_is_told_from_others(tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(EOFError, match=r"it is damaged or incomplete \(.*\): copy it again"):
         open_volume(path).read()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1  # a bit made hundreds of voxels wrong
+    path.write_bytes(flipped)
+    with pytest.raises(EOFError, match="it is damaged or incomplete"):
+        open_volume(path).read()
     path.write_bytes(whole[:20])
     with pytest.raises(ValueError, match="it is damaged, or not a NIfTI file"):
         open_volume(path)

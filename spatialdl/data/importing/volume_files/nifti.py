@@ -6,6 +6,7 @@ columns.
 
 from __future__ import annotations
 
+import gzip
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from spatialdl.data.importing.volume_files.volume import (
     numbers_of,
 )
 
+_BLOCK = 2**20  # bytes
 _MILLIMETRES = {0: 1.0, 1: 1e3, 2: 1.0, 3: 1e-3}
 """Of unknown units, metres, millimetres and micrometres, by the lowest bits of xyzt_units."""
 
@@ -57,6 +59,14 @@ def load_nifti(path: Path) -> Any:
         raise ValueError("it is damaged, or not a NIfTI file: copy or convert it again") from error
 
 
+def _check_sum(path: Path) -> None:
+    """Raise if the sum of a compressed file is wrong; nibabel stops before it."""
+    if path.suffix.lower() == ".gz":
+        with gzip.open(path) as file:
+            while file.read(_BLOCK):
+                pass
+
+
 def _dtype(image: Any) -> np.dtype[Any]:
     """The stored type; float32 for integers with a slope."""
     stored = numbers_of(image.get_data_dtype())
@@ -76,6 +86,7 @@ def _geometry(image: Any) -> tuple[tuple[float, ...], npt.NDArray[np.float64] | 
 
 
 def _start(path: Path) -> Read:
+    _check_sum(path)
     image = load_nifti(path)
 
     def read(box: tuple[slice, ...]) -> npt.NDArray[Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from gzip import BadGzipFile
 from typing import Any
 from xml.etree import ElementTree
 
@@ -67,7 +69,7 @@ class StoredVolume:
             return np.empty((*extents(box), self.channels), self.dtype)
         try:
             found = np.asarray(self.voxels(box), self.dtype)
-        except EOFError as error:
+        except (EOFError, BadGzipFile, zlib.error) as error:
             raise EOFError(f"it is damaged or incomplete ({error}): copy it again") from error
         return found.reshape(*extents(box), self.channels)
 
