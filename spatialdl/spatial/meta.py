@@ -87,8 +87,12 @@ def computed_attributes(model: nn.Module) -> list[Tensor]:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of a network's first parameter, in which it takes images."""
-    return next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    """The dtype in which a network takes images: that of its first parameter of real numbers.
+
+    Of complex ones that of their parts; integers, such as quantised weights, do not count.
+    """
+    numbers = (p for p in model.parameters() if p.is_floating_point() or p.is_complex())
+    return next((p.dtype.to_real() for p in numbers), torch.get_default_dtype())
 
 
 Note = Callable[[Any, Any, Any, Any], None]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spatialdl.models import UNet, VisionTransformer, resnet18
-from spatialdl.spatial.meta import KNOWN, meta_copy, on_meta, run
+from spatialdl.spatial.meta import KNOWN, dtype_of, meta_copy, on_meta, run
 
 aten = torch.ops.aten
 VIT = partial(VisionTransformer, patch=8, width=24, depth=2, heads=2)
@@ -23,6 +23,15 @@ def test_a_meta_copy_keeps_shapes_and_ties_and_leaves_the_network():
     assert not shadow[0].weight.requires_grad
     shadow(torch.empty(2, 3, 4, 4, dtype=torch.float64, device="meta"))
     assert (model[1].momentum, int(model[1].num_batches_tracked)) == (None, 0)
+
+
+def test_images_have_the_type_of_real_numbers_whatever_comes_first():
+    for first, expected in ((torch.int8, torch.float16), (torch.complex128, torch.float64)):
+        network = nn.Module()
+        network.first = nn.Parameter(torch.zeros(2, dtype=first), requires_grad=False)
+        network.second = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+        assert dtype_of(network) == expected
+    assert dtype_of(nn.ReLU()) == torch.float32
 
 
 def test_a_result_is_worked_out_once_and_has_memory_of_its_own():
