@@ -210,20 +210,6 @@ def test_validation_counts_every_sample_once_and_changes_nothing(tmp_path, plain
     check_same(never, plain)
 
 
-AUGMENTED = ["data/augment=pathology", "data.augment.blur=2", "trainer.max_steps=5"]
-
-
-def test_an_augmented_run_goes_on_in_the_middle_of_an_epoch(tmp_path, plain):
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    train(whole, *AUGMENTED)
-    trainer = train(half, *AUGMENTED, "trainer.max_steps=4", "data.validation_samples=0")
-    assert (trainer.progress.epoch, trainer.progress.batch) == (1, 1)
-    seen = summary(half)["loss"]
-    train(half, *AUGMENTED, "ckpt_path=latest")
-    assert summary(half)["loss"] == summary(whole)["loss"]
-    assert summary(plain[1])["loss"][0] != seen[0]
-
-
 def test_accumulated_batches_are_one_batch(tmp_path):
     """As in Lightning: a step accumulates several batches of `data.batch_size`."""
     whole = train(tmp_path / "whole", "parallel.microbatches=2")
