@@ -208,14 +208,11 @@ def test_ranks_need_cores_and_memory(ranks, environment, refused, place, monkeyp
             check_capacity(ranks, oversubscribe=False)
 
 
-def test_mpiexec_is_taken_from_the_path_if_there_is_none_beside_python(place, monkeypatch):
+def test_mpiexec_is_taken_from_the_path_and_its_absence_told(place, monkeypatch):
     (place / "elsewhere").mkdir()
     stand_in(place / "elsewhere", "mpiexec", code=9)
     monkeypatch.setenv("PATH", f"{place / 'elsewhere'}:/usr/bin:/bin")
     assert start_ranks(2, "job", []) == 9
-
-
-def test_no_mpiexec_is_told_with_what_to_install(place, monkeypatch):
     monkeypatch.setenv("PATH", str(place))
     with pytest.raises(FileNotFoundError, match=r'2 ranks need mpiexec.*"spatialdl\[mpi\]"'):
         start_ranks(2, "job", [])

@@ -132,6 +132,7 @@ def test_the_losses_are_those_of_a_plain_loop(tmp_path):
     assert trainer.progress.step == trainer.parts.steps == len(rows) == 3
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     assert [float(row["loss"]) for row in rows] == found["loss"]
+    assert "loss_scale" not in rows[0]
     assert [float(row["learning_rate"]) for row in rows] == pytest.approx(expected["rate"])
     check_weights(trainer, model)
 

@@ -51,30 +51,6 @@ def copied(values: object) -> list[torch.Tensor]:
     return [value.detach().clone() for value in values]
 
 
-@pytest.mark.parametrize("mixed", [None, torch.bfloat16])
-def test_only_float16_is_scaled(mixed):
-    pipeline, update = made(mixed)
-    assert (update.scaler, update.scale, update.log_values) == (None, 1.0, {})
-    backward(pipeline, update)
-    update.step()
-    assert not update.skipped
-    before = copied(pipeline.parameters())
-    with update.averaged():  # without an average the network is as it is
-        assert all(map(torch.equal, before, pipeline.parameters()))
-
-
-def test_gradients_are_those_of_the_loss_itself():
-    pipeline, update = made(torch.float16)
-    plain, plain_update = made(None)
-    backward(pipeline, update)
-    scaled = copied(parameter.grad for parameter in pipeline.parameters())
-    update.step()
-    backward(plain, plain_update)
-    for large, own, exact in zip(scaled, pipeline.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(large / 65536, own.grad)
-        torch.testing.assert_close(own.grad, exact.grad, rtol=1e-2, atol=1e-3)
-
-
 def test_where_gradients_overflow_nothing_moves_but_the_scale():
     pipeline, update = made(torch.float16, "trainer.ema=0.5", "trainer.clip_norm=1")
     backward(pipeline, update)
