@@ -70,6 +70,7 @@ def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here, monkeyp
     assert code == 0, said
     tiles = read_rows(folder / "e" / "predictions.csv")
     assert [row["label"] for row in tiles][4:7] == ["1", "", "1"]
+    assert [int(row["sample"]) for row in tiles] == list(range(24))
     known_tiles = [row for row in tiles if row["label"]]
     expected = known.accuracy_score(
         [row["label"] for row in known_tiles], [row["predicted"] for row in known_tiles]
@@ -188,24 +189,6 @@ def test_volumes_are_evaluated_with_a_table(tmp_path, here):
     assert list(told["levels"]) == ["volume", "patient"]
     assert told["levels"]["volume"]["accuracy"]["estimate"] == pytest.approx(expected)
     assert told["levels"]["patient"]["units"] == 3
-
-
-def test_labels_may_be_by_sample(folder, here):
-    """Of images without slides, too, which then are of patients."""
-    dataset = ShardDataset(folder / "tiles")
-    lines = ["sample,label,patient"]
-    lines += [f"{n},{max(0, int(dataset.labels[n]))},p{n % 5}" for n in range(24)]
-    (folder / "samples.csv").write_text("\n".join(lines))
-    words = ("ckpt_path=run", "shards=tiles", "split=test", "labels=samples.csv")
-    code, said = here(*words, "hydra.run.dir=samples")
-    assert code == 0, said
-    tiles = read_rows(folder / "samples" / "predictions.csv")
-    assert [int(row["sample"]) for row in tiles] == list(range(24))
-    told = metrics_of(folder / "samples")
-    assert told["levels"]["tile"]["samples"] == 24  # one of them has no label in the data set
-    assert "slides have several patients: no metrics by slide" in told["remarks"]
-    assert told["unit"] == "patient"
-    assert "slide" not in told["levels"]
 
 
 def test_bags_of_features_are_evaluated(tmp_path, here):

@@ -165,7 +165,7 @@ def test_virtual_tiles_have_memory_store_and_time(tmp_path, capsys):
 
 
 def test_layouts_with_virtual_tiles_are_looked_for_and_chosen(tmp_path):
-    words = ["parallel.stream=auto", "trainer.memory_limit_gb=0.002", "data.image_size=[256,256]"]
+    words = ["parallel.stream=auto", "trainer.memory_limit_gb=0.001", "data.image_size=[128,128]"]
     rows = plan.plan(config(*SMALL, *words, "world=2"), SMALL, tmp_path)
     tiles = {tuple(dict(row.layout.keys)["stream"]) for row in rows}
     assert len(tiles) > 1  # more where a rank has more of an image

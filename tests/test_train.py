@@ -56,6 +56,7 @@ ROWS = [
     *(SP, "data=dataset", "data.dataset._target_=networks.Rows"),
     *("data.num_classes=1", "data.batch_size=2"),
 ]
+REGIONS = [SP, "data=shards", "data.path=set"]
 
 
 @pytest.fixture
@@ -83,6 +84,9 @@ def inside(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "networks.py").write_text(NETWORK)
     torch.save({"0.weight": torch.zeros(7, 7)}, tmp_path / "other.pt")
+    with ShardWriter(tmp_path / "set", kind="regions", classes=["a"]) as writer:
+        for rows in (40, 50):
+            writer.add(np.zeros((rows, 40, 3), np.uint8), 0, split="train")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "networks", raising=False)  # of another test
     calls: list[tuple] = []
@@ -145,35 +149,13 @@ def test_several_ranks_are_started_with_this_jobs_configuration(inside, tmp_path
 
 
 def test_a_sweep_starts_the_ranks_of_each_job(inside, tmp_path):
-    _, _, calls = inside("--multirun", "parallel=dp,none", "seed=1,2", "hydra.sweep.dir=sweep")
-    started = [call for call in calls if len(call) == 3]
-    assert [call[2][2:4] for call in started] == [
-        ["parallel=dp", "seed=1"],
-        ["parallel=dp", "seed=2"],
+    _, _, calls = inside("--multirun", "parallel=none,dp", "seed=1", "hydra.sweep.dir=sweep")
+    (_, run_dir), (ranks, _, words) = calls
+    assert (run_dir.name, ranks) == ("0", 2)
+    assert words[2:] == [
+        *("parallel=dp", "seed=1", f"hydra.run.dir='{tmp_path}/sweep/1'", "hydra.job.id=1"),
+        *("hydra.job.num=1", "hydra.output_subdir=null"),
     ]
-    assert [call[2][4:] for call in started] == [
-        [
-            *(f"hydra.run.dir='{tmp_path}/sweep/{job}'", f"hydra.job.id={job}"),
-            *(f"hydra.job.num={job}", "hydra.output_subdir=null"),
-        ]
-        for job in (0, 1)
-    ]
-    trained = [call for call in calls if len(call) == 2]
-    assert [run_dir.name for _, run_dir in trained] == ["2", "3"]
-
-
-def test_regions_of_several_sizes_start_no_rank(inside, tmp_path):
-    with ShardWriter(tmp_path / "set", kind="regions", classes=["a"]) as writer:
-        for rows in (40, 50):
-            writer.add(np.zeros((rows, 40, 3), np.uint8), 0, split="train")
-    code, errors, calls = inside("parallel=sp", "data=shards", "data.path=set")
-    assert (code, calls) == (1, [])
-    assert "error: the images of set have 2 different sizes, such as 40 x 40, 50 x 40" in errors
-    words = ("parallel=sp", "data=shards", "data.path=set", "data.image_size=[32,32]")
-    code, errors, calls = inside(*words, "data.num_classes=0")
-    assert (code, calls) == (1, [])
-    assert "error: data.num_classes=0, but set has 1 classes (a): leave it out" in errors
-    assert inside(*words)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -186,6 +168,11 @@ def test_regions_of_several_sizes_start_no_rank(inside, tmp_path):
         (["parallel=auto", "parallel.world=2", "trainer.precision=fp16-mixed"], "with float32"),
         (["parallel=dp", "parallel.data=4000", "data.batch_size=4000"], "error: 4000 ranks are"),
         ([*ROWS, "parallel.grid=[3,1]"], "error: an image of 2x8 is smaller than the grid 3x1"),
+        (REGIONS, "error: the images of set have 2 different sizes, such as 40 x 40, 50 x 40"),
+        (
+            [*REGIONS, "data.image_size=[32,32]", "data.num_classes=0"],
+            "error: data.num_classes=0, but set has 1 classes (a): leave it out",
+        ),
         (ROWS, "error: sample 7 of data.dataset (networks.Rows): the class is 1, expected 0 to 0"),
         (["model._target_=networks.Nothing"], "error: model._target_=networks.Nothing cannot be"),
         ([SP, "model._target_=networks.broken"], "error: model=networks.broken cannot be built: "),
@@ -229,9 +216,9 @@ def test_what_runs_nothing_leaves_no_run_directory(inside, tmp_path, monkeypatch
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
     before = contents(tmp_path)
+    monkeypatch.setattr("spatialdl.planning.fakecomm.look", lambda config, errors: not errors)
     assert inside(*small)[0] == 0
     assert inside(*small, SP, "parallel.grid=[2,99]")[0] == 1
-    monkeypatch.setattr("spatialdl.planning.fakecomm.look", lambda config, errors: not errors)
     assert inside(*small, "hydra.run.dir=out")[0] == 0
     assert inside(*small, "hydra.run.dir=used")[0] == 0
     assert inside("--multirun", *small, "parallel=none,dp", "hydra.sweep.dir=sweep")[0] == 0

@@ -27,16 +27,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5)).double()
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """A step on six images; every rank has its part of them, of one size."""
-    draw = torch.Generator().manual_seed(number)
-    everything = torch.randn(6, 7, dtype=torch.float64, generator=draw)
-    own = everything.chunk(dist.get_world_size())[dist.get_rank()]
-    optimizer.zero_grad()
-    model(own).square().mean().backward()
-    optimizer.step()
-
-
 def leave_without_goodbye() -> None:
     """Nobody destroys anything, and a collective is still under way."""
     rank = init()

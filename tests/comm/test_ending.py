@@ -118,25 +118,6 @@ def test_an_end_that_is_stuck_is_an_end():
     assert done.returncode == 1, done.stderr
 
 
-RANKS = """
-import sys
-from mpi4py import MPI
-from spatialdl.comm.ending import end_job
-world = MPI.COMM_WORLD
-world.Barrier()
-if world.rank == 1:
-    print("rank 1 leaves", end="")
-    end_job(3)
-world.recv()
-"""
-
-
-def test_other_ranks_end_too():
-    done = run("-c", RANKS, launcher=mpiexec_command(2), PYTHONUNBUFFERED="")
-    assert done.returncode == 3
-    assert "rank 1 leaves" in done.stdout
-
-
 # --- programs of users whose ranks fail, end or part, started without ``-m mpi4py``
 
 PROGRAM = """

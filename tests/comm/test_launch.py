@@ -138,13 +138,9 @@ def test_mpich_gets_no_options(place, monkeypatch):
     assert arguments == ["-n", "5", sys.executable, "-m", "job"]
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
-
-
-def test_what_the_user_has_set_is_kept(place, monkeypatch):
-    stand_in(place, "mpiexec")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     start_ranks(2, "job", [])
-    assert seen(place)[1]["OMP_NUM_THREADS"] == "7"
+    assert seen(place)[1]["OMP_NUM_THREADS"] == "7", "what the user has set is kept"
 
 
 def test_open_mpi_keeps_its_files_of_a_job_where_no_other_job_has_any(place, monkeypatch):
@@ -212,14 +208,11 @@ def test_ranks_need_cores_and_memory(ranks, environment, refused, place, monkeyp
             check_capacity(ranks, oversubscribe=False)
 
 
-def test_mpiexec_is_taken_from_the_path_if_there_is_none_beside_python(place, monkeypatch):
+def test_mpiexec_is_taken_from_the_path_and_its_absence_told(place, monkeypatch):
     (place / "elsewhere").mkdir()
     stand_in(place / "elsewhere", "mpiexec", code=9)
     monkeypatch.setenv("PATH", f"{place / 'elsewhere'}:/usr/bin:/bin")
     assert start_ranks(2, "job", []) == 9
-
-
-def test_no_mpiexec_is_told_with_what_to_install(place, monkeypatch):
     monkeypatch.setenv("PATH", str(place))
     with pytest.raises(FileNotFoundError, match=r'2 ranks need mpiexec.*"spatialdl\[mpi\]"'):
         start_ranks(2, "job", [])

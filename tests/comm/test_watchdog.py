@@ -172,9 +172,3 @@ def test_a_timeout_is_seconds_or_null_and_groups_give_up_later(value, monkeypatc
     assert waiting.limit_seconds() == (value or None)
     later = timedelta(seconds=value + 60) if value else timedelta(days=30)
     assert waiting.timeout_of_groups() >= later
-
-
-def test_a_limit_needs_no_pytorch():
-    """It is asked before ranks are started."""
-    code = "import spatialdl.comm.waiting, sys; sys.exit('torch' in sys.modules)"
-    assert run_python("-c", code).returncode == 0

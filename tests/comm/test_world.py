@@ -106,5 +106,3 @@ def test_a_process_that_nobody_launched_is_alone(monkeypatch):
     assert world.world() is found
     mesh = spatialdl.init_mesh()
     assert (mesh.size, mesh.comm.allgather(3), mesh.comm.gather(4)) == (1, [3], [4])
-    with pytest.raises(ValueError, match="this world has 1"):
-        spatialdl.init_mesh((2, 1))

@@ -318,12 +318,6 @@ def test_settings_that_are_unknown_or_out_of_range_are_refused(given, sentence):
         Augmentation.from_config(given)
 
 
-def test_settings_as_they_come_change_nothing():
-    assert Augmentation.from_config(None) == Augmentation.from_config({}) == Augmentation()
-    assert draw(Augmentation(), 0, 0, 0) == Draw()
-    assert recolour(FLOATS, Draw()) is FLOATS
-
-
 def test_a_draw_follows_from_seed_epoch_and_sample():
     keys = list(itertools.product((0, 1), repeat=3))
     draws = [draw(ALL, *key) for key in keys]

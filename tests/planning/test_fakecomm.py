@@ -23,9 +23,9 @@ def config(*overrides: str) -> DictConfig:
 @pytest.mark.parametrize(
     "words",
     [
-        *(["sp"], ["dp+sp+gems"], ["experiment/hyfi_amoebanet"]),
+        *(["sp", "task=multilabel"], ["dp+sp+gems"], ["experiment/hyfi_amoebanet"]),
         ["sp+lp", "parallel.gather_before=[layer3]", "task.class_weights=balanced"],
-        ["sp+pp", "model=unet", "model.depth=2", "task=segmentation"],  # no chain
+        ["sp+pp", "model=unet", "model.depth=2", "task.dice=1"],  # no chain
     ],
     ids=lambda words: words[0],
 )
@@ -36,24 +36,19 @@ def test_layouts_that_work_would_run(words, capsys):
     placement = placement_of(given.parallel)
     assert lines[0] == f"layout: {placement.describe()}, images of 65x48"
     assert lines[-1] == "it would run"
+    assert not any("memory is predicted for float32" in line for line in lines)
     assert max(map(len, lines)) <= 100
     rows = [line.split() for line in lines if line[:5].strip().isdigit() and "M" in line]
     assert [int(row[0]) for row in rows] == list(range(placement.stages))
     assert sum("GB each" in line for line in lines) >= placement.stages
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *(["task=multilabel"], ["model=unet", "task.dice=1"]),
-        ["task=regression", "trainer.precision=bf16-mixed", "trainer.accumulate=2"],
-    ],
-)
-def test_every_task_and_precision_would_run(overrides, capsys):
-    assert train._print_preflight(config("parallel=sp", *overrides), overrides)
+def test_another_task_and_precision_would_run(capsys):
+    words = ["task=regression", "trainer.precision=bf16-mixed", "trainer.accumulate=2"]
+    assert train._print_preflight(config("parallel=sp", *words), words)
     text = capsys.readouterr().out
     assert text.endswith("it would run\n")
-    assert ("note: memory is predicted for float32" in text) == ("accumulate" in overrides[-1])
+    assert "note: memory is predicted for float32" in text
 
 
 def test_sizes_memory_and_halos(capsys):
@@ -182,11 +177,11 @@ def test_a_plan_of_what_is_divided_is_followed(capsys):
 
 
 def test_virtual_tiles_have_memory_and_a_store(capsys):
-    words = ["parallel=sp", "parallel.grid=[2,1]", "data.image_size=[260,256]", "device=cuda"]
-    assert look(config(*words, "parallel.stream=[2,2]", "trainer.memory_limit_gb=0.01"))
+    words = ["parallel=sp", "parallel.grid=[2,1]", "data.image_size=[130,128]", "device=cuda"]
+    assert look(config(*words, "parallel.stream=[2,2]", "trainer.memory_limit_gb=0.005"))
     text = capsys.readouterr().out
-    assert "130 x 256" in text
-    assert "2x2 virtual tiles: activations within 0.01 GB, at least 0.0" in text
+    assert "65 x 128" in text
+    assert "2x2 virtual tiles: activations within 0.005 GB, at least 0.0" in text
     assert "GB stored in pinned host memory" in text
     assert max(map(len, text.splitlines())) <= 100
     assert text.endswith("it would run\n")

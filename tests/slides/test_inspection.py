@@ -185,13 +185,3 @@ def test_permission_denied(tmp_path, capsys, name):
         if name == ".":
             with pytest.raises(ShardError, match="Permission denied"):
                 ShardWriter(folder / "set")
-
-
-def test_what_is_no_data_set_is_refused(tmp_path, data_set):
-    for folder, says in [
-        (tmp_path, "no manifest.json"),
-        (data_set / "shard-00000.h5", "give the folder itself"),
-        (tmp_path / "none", "no such folder"),
-    ]:
-        with pytest.raises(ShardError, match=says):
-            verify(folder)

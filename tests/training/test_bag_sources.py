@@ -69,15 +69,6 @@ def test_training_is_a_plain_loop_over_bags(tmp_path, folder) -> None:
     assert [row.split(",")[1] for row in rows] == ["slide", "s6", "s7", "s8"]
 
 
-def test_a_run_resumes(tmp_path, folder) -> None:
-    words = (*SMALL["clam"], "data.batch_size=2", "data.max_tiles=6")
-    whole = run(tmp_path / "whole", folder, *words)
-    run(tmp_path / "half", folder, *words, "trainer.max_epochs=2")
-    rest = run(tmp_path / "rest", folder, *words, f"ckpt_path={tmp_path / 'half'}")
-    for name, weight in whole.parts.pipeline.state_dict().items():
-        torch.testing.assert_close(rest.parts.pipeline.state_dict()[name], weight)
-
-
 @pytest.mark.parametrize("task", ["multilabel", "regression", "survival"])
 def test_other_labels_train(tmp_path, folder, task) -> None:
     columns = "[time,event]" if task == "survival" else "[er,pr]"

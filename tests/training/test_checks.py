@@ -118,7 +118,7 @@ def test_sizes() -> None:
         common_size(Path("set"), [(3, 4, 5), (3, 4, 6)])
 
 
-def test_regions_of_several_sizes_are_refused(tmp_path: Path) -> None:
+def test_regions_of_several_sizes_or_fewer_rows_than_the_grid_are_refused(tmp_path: Path) -> None:
     words = written(tmp_path / "set", (70, 60, "train"), (70, 60, "val"), (90, 60, "test"))
     checked(words, "parallel=sp")
     for more in ("data.split=null", "data.split=test"):
@@ -127,9 +127,5 @@ def test_regions_of_several_sizes_are_refused(tmp_path: Path) -> None:
     checked(words, "data.split=test data.validation_split=null")
     checked(words, "data.split=null data.image_size=[64,64]")
     checked(words, "data.split=none data.validation_split=null")
-
-
-def test_an_image_that_the_grid_cannot_divide_is_refused(tmp_path: Path) -> None:
-    words = written(tmp_path / "set", (3, 60, "train"))
-    with pytest.raises(ValueError, match="3"):
-        checked(words, "parallel=sp parallel.grid=[4,1]")
+    with pytest.raises(ValueError, match="90"):  # which the grid cannot divide
+        checked(words, "data.split=test parallel=sp parallel.grid=[91,1]")

@@ -132,6 +132,7 @@ def test_the_losses_are_those_of_a_plain_loop(tmp_path):
     assert trainer.progress.step == trainer.parts.steps == len(rows) == 3
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     assert [float(row["loss"]) for row in rows] == found["loss"]
+    assert "loss_scale" not in rows[0]
     assert [float(row["learning_rate"]) for row in rows] == pytest.approx(expected["rate"])
     check_weights(trainer, model)
 
@@ -208,20 +209,6 @@ def test_validation_counts_every_sample_once_and_changes_nothing(tmp_path, plain
     assert summary(tmp_path / "never")["loss"] == summary(plain[1])["loss"]
     assert not (tmp_path / "never" / "validation.csv").exists()
     check_same(never, plain)
-
-
-AUGMENTED = ["data/augment=pathology", "data.augment.blur=2", "trainer.max_steps=5"]
-
-
-def test_an_augmented_run_goes_on_in_the_middle_of_an_epoch(tmp_path, plain):
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    train(whole, *AUGMENTED)
-    trainer = train(half, *AUGMENTED, "trainer.max_steps=4", "data.validation_samples=0")
-    assert (trainer.progress.epoch, trainer.progress.batch) == (1, 1)
-    seen = summary(half)["loss"]
-    train(half, *AUGMENTED, "ckpt_path=latest")
-    assert summary(half)["loss"] == summary(whole)["loss"]
-    assert summary(plain[1])["loss"][0] != seen[0]
 
 
 def test_accumulated_batches_are_one_batch(tmp_path):

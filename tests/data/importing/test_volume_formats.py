@@ -372,15 +372,17 @@ def test_units_and_types():
         numbers_of(np.longdouble)
 
 
+HEAD = "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 7 4\nencoding: raw\nendian: little\n"
+
+
 @pytest.mark.parametrize(("lines", "skip"), [(2, 0), (0, 5), (1, 3), (0, -1)])
 def test_what_lies_before_the_voxels_is_passed_over(lines, skip, tmp_path):
     before = b"a line\n" * lines + b"x" * (7 if skip < 0 else skip)
     (tmp_path / "a.raw").write_bytes(before + voxels().tobytes("F"))
-    head = "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 7 4\nencoding: raw\nendian: little\n"
     skips = f"line skip: {lines}\nbyte skip: {skip}\n"
-    (tmp_path / "a.nhdr").write_text(f"{head}{skips}data file: a.raw\n")
+    (tmp_path / "a.nhdr").write_text(f"{HEAD}{skips}data file: a.raw\n")
     assert (open_volume(tmp_path / "a.nhdr").read()[..., 0] == voxels().T).all()
-    (tmp_path / "b.nhdr").write_text(f"{head}data file: a%02d.raw 0 3 1\n")
+    (tmp_path / "b.nhdr").write_text(f"{HEAD}data file: a%02d.raw 0 3 1\n")
     with pytest.raises(ValueError, match="several files"):
         open_volume(tmp_path / "b.nhdr")
 
@@ -389,8 +391,7 @@ OME = "http://www.openmicroscopy.org/Schemas/OME/2016-06"
 
 
 def nrrd_header(path, name):
-    head = "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 7 4\nencoding: raw\nendian: little\n"
-    path.with_suffix(".nhdr").write_text(f"{head}data file: {name}\n")
+    path.with_suffix(".nhdr").write_text(f"{HEAD}data file: {name}\n")
     return path.with_suffix(".nhdr")
 
 

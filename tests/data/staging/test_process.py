@@ -248,19 +248,3 @@ def test_a_job_is_not_dead_while_its_copier_lives(start, job, tmp_path):
     finally:
         os.kill(copier, signal.SIGCONT)
     until(lambda: not left_on(tmp_path / "disk"))
-
-
-def test_what_job_and_copier_leave_when_both_are_killed_is_found(start, job, tmp_path):
-    process, copier = job
-    until(lambda: any((tmp_path / "disk").rglob("shards/*.h5")))  # its job has it before
-    os.kill(copier, signal.SIGKILL)
-    kill(process)
-    [dead] = (tmp_path / "disk").glob(".spatialdl-*/jobs/*")
-    until(lambda: not Path(f"/proc/{copier}/fd").exists())
-    later = start()
-    assert not dead.exists()
-    assert later.there
-    ended(later)
-    assert later.shards["reused"] == len(later.there)
-    later.close()
-    assert not left_on(tmp_path / "disk")

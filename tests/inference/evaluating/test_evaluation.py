@@ -242,6 +242,7 @@ def test_samples_without_slides_are_images(tmp_path):
     write_rows(tmp_path / "predictions.csv", (*HEAD, "sample"), rows)
     found = read_predictions(tmp_path)
     assert (found.slides, found.whole) == (["sample 4", "sample 6"], "image")
+    assert found.samples == ["4", "6"]
 
 
 def test_risks_of_slides(tmp_path):

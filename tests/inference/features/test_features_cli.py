@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
@@ -21,43 +19,25 @@ from spatialdl.data.feature_file import FeatureFile, list_features
 from spatialdl.inference.features.features_cli import main
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.tile_cli import main as tile
+from tests.comm.programs import ROOT
+from tests.comm.programs import run as run_python
 from tests.inference.features.tiny import Tiny
+from tests.vision import import_path
 
-REAL = Path(__file__).parents[2].parent / "shared" / "data" / "slides"
+REAL = ROOT / "shared" / "data" / "slides"
 TINY = ["--encoder", "tests.inference.features.tiny.Tiny", "--device", "cpu"]
 EXACT = ["--precision", "float64", "--dtype", "float32"]
-PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
 
 
 def run(*arguments: object) -> int:
     return main([*map(str, arguments)])
 
 
-def started(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The command in a subprocess."""
-    return subprocess.Popen(
-        [
-            *launcher,
-            sys.executable,
-            "-m",
-            "spatialdl.inference.features.features_cli",
-            *map(str, arguments),
-        ],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PYTHONPATH": PYTHONPATH,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=200)
-    return process.returncode, out + err
+def started(*arguments: object, launcher: Sequence[str] = ()) -> tuple[int, str]:
+    """The exit code of the command in a process of its own, and what it says."""
+    words = ("-m", "spatialdl.inference.features.features_cli", *map(str, arguments))
+    done = run_python(*words, launcher=launcher)
+    return done.returncode, done.stdout + done.stderr
 
 
 def check_same(one: Path, other: Path) -> None:
@@ -100,12 +80,6 @@ def test_the_manifest_says_how_they_were_made(done):
     assert found["settings"]["tiling"]["mpp"] == 0.5
     assert [one["status"] for one in found["slides"]] == ["processed"] * 3
     assert [one["tiles"] for one in found["slides"]] == [f.tiles for f in list_features([done])]
-
-
-def test_batches_and_readers_change_nothing(small, done, tmp_path):
-    how = ["--batch-size", 5, "--readers", 3]
-    assert run(small, "--out", tmp_path / "out", "--mpp", 0.5, *TINY, *EXACT, *how) == 0
-    check_same(done, tmp_path / "out")
 
 
 def test_a_data_set_of_the_same_tiles_has_the_same_features(small, done, tmp_path):
@@ -158,7 +132,7 @@ def test_an_interrupted_run_leaves_whole_files_and_is_resumed(
         *(small, "--out", out, "--mpp", 0.5, "--encoder", "tests.inference.features.tiny.Ending"),
         *("--device", "cpu", *EXACT, "--batch-size", 8, "--encoder-args", *arguments),
     ]
-    code, said = ended(started(*common))
+    code, said = started(*common)
     assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], said
     assert not armed.exists()
     left = [FeatureFile.open(path) for path in (out / "h5").glob("[!.]*.h5")]
@@ -166,27 +140,23 @@ def test_an_interrupted_run_leaves_whole_files_and_is_resumed(
     assert run(*common) == 0
     assert f"{len(left)} of them by an earlier run" in capsys.readouterr().out
     check_same(done, out)
-    assert {path.name for path in out.iterdir()} == {
-        ".lock",
-        "h5",
-        "manifest.json",
-        "process_list.csv",
-    }
+    names = {".lock", "h5", "manifest.json", "process_list.csv"}
+    assert {path.name for path in out.iterdir()} == names
     assert not list((out / "h5").glob(".*"))
 
 
 @pytest.mark.slow
 def test_ranks_agree_on_mistakes(small, done):
     words = [small, "--mpp", 0.5, *TINY, *EXACT, "--out", done, "--mean", "1,1,1"]
-    code, said = ended(started(*words, launcher=tuple(mpiexec_command(2))))
+    code, said = started(*words, launcher=mpiexec_command(2))
     assert code != 0
     assert said.count("has features of other settings") == 1
 
 
-def test_ranks_give_the_same_files(small, done, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+def test_ranks_batches_and_readers_give_the_same_files(small, done, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", import_path(ROOT))
     words = [small, "--mpp", 0.5, *TINY, *EXACT, "--out", tmp_path / "jobs", "--jobs", 2]
-    assert run(*words) == 0
+    assert run(*words, "--batch-size", 5, "--readers", 3) == 0
     check_same(done, tmp_path / "jobs")
     assert capfd.readouterr().out.count("features of each of") == 1
 
@@ -194,7 +164,7 @@ def test_ranks_give_the_same_files(small, done, tmp_path, monkeypatch, capfd):
 @pytest.mark.slow
 def test_ranks_with_other_random_weights_are_refused(small, tmp_path):
     words = [small, "--out", tmp_path / "out", "--mpp", 0.5, *TINY, "--encoder-args", "seed=none"]
-    code, said = ended(started(*words, "--jobs", 2))
+    code, said = started(*words, "--jobs", 2)
     assert code != 0
     assert "weights differ between processes" in said
 
@@ -260,15 +230,13 @@ def test_patterns_and_other_folders(small, tmp_path, capsys):
 
 # --- files that other programs read
 
-
-def run_tiny(slides: Path, out: Path, *words: str) -> int:
-    return run(slides, "--out", out, "--mpp", 0.5, *TINY, *words)
+CLAM = ["--mpp", 0.5, *TINY, "--layout", "clam"]
 
 
 @pytest.fixture(scope="module")
 def clam(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("clam") / "out"
-    assert run_tiny(small, out, "--layout", "clam") == 0
+    assert run(small, "--out", out, *CLAM) == 0
     return out
 
 
@@ -286,7 +254,7 @@ def test_the_readers_of_clam_find_float32_tensors_and_the_same_rows_with_coordin
 def test_trident_finds_the_places_and_the_scale_of_tiles(small, tmp_path):
     """Its readers cut a tile of `patch_size` anew from the two powers, and pass the side at
     level 0 to slide encoders as a Python integer."""
-    assert run_tiny(small, tmp_path, "--mpp", "0.7", "--overlap", "16") == 0
+    assert run(small, "--out", tmp_path, "--mpp", 0.7, "--overlap", 16, *TINY) == 0
     with h5py.File(tmp_path / "h5" / "a.h5", "r") as file:
         assert set(file) == {"features", "coords"}
         features, coords = torch.from_numpy(file["features"][:]), file["coords"][:]
@@ -306,7 +274,7 @@ def test_a_slide_without_its_tensor_is_computed_again(small, clam, tmp_path, cap
     out = shutil.copytree(clam, tmp_path / "out")
     lost = out / "pt_files" / "b.pt"
     lost.unlink()
-    assert run_tiny(small, out, "--layout", "clam") == 0
+    assert run(small, "--out", out, *CLAM) == 0
     assert "of 3 slides, 2 of them by an earlier run" in capsys.readouterr().out
     assert torch.equal(torch.load(lost), torch.load(clam / "pt_files" / "b.pt"))
 
@@ -314,16 +282,10 @@ def test_a_slide_without_its_tensor_is_computed_again(small, clam, tmp_path, cap
 def test_a_slide_that_has_no_tissue_any_more_loses_its_files(small, tmp_path):
     slide, out = tmp_path / "a.tiff", tmp_path / "out"
     shutil.copy(small / "a.tiff", slide)
-    assert run_tiny(slide, out, "--layout", "clam") == 0
+    assert run(slide, "--out", out, *CLAM) == 0
     assert len(list(out.glob("*/a.*"))) == 2
+    scanned = {"resolution": (20_000, 20_000), "resolutionunit": "CENTIMETER"}
     white = np.full((512, 640, 3), 255, np.uint8)
-    tifffile.imwrite(
-        slide,
-        white,
-        tile=(256, 256),
-        photometric="rgb",
-        resolution=(20_000, 20_000),
-        resolutionunit="CENTIMETER",
-    )
-    assert run_tiny(slide, out, "--layout", "clam") == 1
+    tifffile.imwrite(slide, white, tile=(256, 256), photometric="rgb", **scanned)
+    assert run(slide, "--out", out, *CLAM) == 1
     assert list(out.glob("*/a.*")) == []

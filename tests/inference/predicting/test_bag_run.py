@@ -213,12 +213,6 @@ def test_how_large_tiles_are(attributes, span) -> None:
     assert tile_span(attributes, PLACES) == span
 
 
-def test_nothing_tells_how_large_a_single_tile_is(tmp_path) -> None:
-    file = write_features(tmp_path / "a.h5", np.zeros((1, 2)), PLACES[:1])
-    with pytest.raises(ValueError, match="does not record the size of its tiles"):
-        BagPlaces.of(file, None)
-
-
 def test_shares_of_tiles_with_less_attention() -> None:
     assert shares_below(np.array([0.1, 0.7, 0.2])).tolist() == [0, 1, 0.5]
     assert shares_below(np.array([0.5, 0.5, 0.9])).tolist() == [0.25, 0.25, 1]
@@ -229,6 +223,9 @@ def test_a_heat_map_is_where_the_tiles_are(tmp_path) -> None:
     file = write_features(tmp_path / "a.h5", np.zeros((3, 2)), PLACES)
     places = BagPlaces.of(file, None)
     assert places.extent == (512, 512)
+    single = write_features(tmp_path / "b.h5", np.zeros((1, 2)), PLACES[:1])
+    with pytest.raises(ValueError, match="does not record the size of its tiles"):
+        BagPlaces.of(single, None)
     attention = np.array([0.1, 0.7, 0.2])
     where = MapFolder(tmp_path, "a")
     save_bag_maps(where, attention, places, None, "attention")

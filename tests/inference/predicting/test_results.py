@@ -250,7 +250,9 @@ def in_system(element: Any, system: str) -> Any:
     return transform(element, to_coordinate_system=system)
 
 
-def test_tiles_lie_at_their_places_in_pixels_and_micrometres(slide: Path, tmp_path: Path) -> None:
+def test_tiles_maps_and_picture_lie_at_their_places_in_pixels_and_micrometres(
+    slide: Path, tmp_path: Path
+) -> None:
     store = stored(tmp_path, tiles_of(slide), SlideOutput(torch.from_numpy(VALUES), range(4)))
     features = json.loads((tmp_path / "a.geojson").read_text())["features"]
     for system, factor in (("global", 1.0), ("microns", 0.25)):
@@ -264,10 +266,6 @@ def test_tiles_lie_at_their_places_in_pixels_and_micrometres(slide: Path, tmp_pa
     assert [*table.var_names] == ["no", "yes"]
     assert [*table.obs["class"]] == ["no", "no", "yes", "yes"] == [*store.shapes["tiles"]["class"]]
     assert store.attrs["slide"] == "a"
-
-
-def test_maps_and_picture_lie_on_the_slide(slide: Path, tmp_path: Path) -> None:
-    store = stored(tmp_path, tiles_of(slide), SlideOutput(torch.from_numpy(VALUES), range(4)))
     found = store.images["probability"]
     assert [*found.coords["c"].values] == ["no", "yes"]
     # the probability of each place, looked up by its coordinates on the slide

@@ -148,16 +148,6 @@ def test_the_learning_rate_follows_a_longer_schedule(tmp_path):
     assert ours[4:] == whole[4:]
 
 
-def test_random_generators_go_on(tmp_path):
-    """The network draws by Python's and NumPy's, too."""
-    noisy = "++model._target_=tests.training.checkpoints.runs.noisy"
-    often = ("trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9")
-    train(tmp_path / "whole", noisy, *often, "trainer.max_steps=5")
-    path = tmp_path / "whole" / "checkpoints" / "step-00000003"
-    train(tmp_path / "run", noisy, f"ckpt_path={path}", "trainer.max_steps=5")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-
-
 def test_a_checkpoint_has_plain_names_and_nothing_pickled(whole):
     folder = whole / "checkpoints" / "step-00000004"
     content = json.loads((folder / "checkpoint.json").read_text())

@@ -61,9 +61,11 @@ def test_other_optimizers_go_on_bit_for_bit(name, tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_averages_and_the_scale_of_the_loss_go_on_bit_for_bit(tmp_path):
+def test_averages_the_scale_of_the_loss_and_all_generators_go_on_bit_for_bit(tmp_path):
+    """The network draws by Python's and NumPy's, too."""
     chosen = ("trainer.precision=fp16-mixed", "trainer.ema=0.5", "trainer.validate_every=1")
     chosen += ("scheduler=cosine", "scheduler.T_max=6")
+    chosen += ("++model._target_=tests.training.checkpoints.runs.noisy",)
     saved = ("trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9")
     whole = train(tmp_path / "whole", *chosen, *saved, "trainer.max_steps=5")
     path = tmp_path / "whole" / "checkpoints" / "step-00000003"

@@ -277,12 +277,8 @@ def test_steps_are_those_of_the_paper(kind, plain, keys, together, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
-        (LARS, {"lr": -1}),
-        (LARS, {"momentum": 1.0}),
-        (LARS, {"trust": float("nan")}),
-        (LAMB, {"betas": (0.9, 1.0)}),
-        (LAMB, {"eps": -1e-8}),
-        (LAMB, {"weight_decay": -0.1}),
+        *((LARS, keys) for keys in ({"lr": -1}, {"momentum": 1.0}, {"trust": float("nan")})),
+        *((LAMB, {"betas": (0.9, 1.0)}), (LAMB, {"eps": -1e-8}), (LAMB, {"weight_decay": -0.1})),
     ],
 )
 def test_numbers_out_of_range_are_refused(kind, keys):

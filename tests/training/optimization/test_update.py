@@ -51,30 +51,6 @@ def copied(values: object) -> list[torch.Tensor]:
     return [value.detach().clone() for value in values]
 
 
-@pytest.mark.parametrize("mixed", [None, torch.bfloat16])
-def test_only_float16_is_scaled(mixed):
-    pipeline, update = made(mixed)
-    assert (update.scaler, update.scale, update.log_values) == (None, 1.0, {})
-    backward(pipeline, update)
-    update.step()
-    assert not update.skipped
-    before = copied(pipeline.parameters())
-    with update.averaged():  # without an average the network is as it is
-        assert all(map(torch.equal, before, pipeline.parameters()))
-
-
-def test_gradients_are_those_of_the_loss_itself():
-    pipeline, update = made(torch.float16)
-    plain, plain_update = made(None)
-    backward(pipeline, update)
-    scaled = copied(parameter.grad for parameter in pipeline.parameters())
-    update.step()
-    backward(plain, plain_update)
-    for large, own, exact in zip(scaled, pipeline.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(large / 65536, own.grad)
-        torch.testing.assert_close(own.grad, exact.grad, rtol=1e-2, atol=1e-3)
-
-
 def test_where_gradients_overflow_nothing_moves_but_the_scale():
     pipeline, update = made(torch.float16, "trainer.ema=0.5", "trainer.clip_norm=1")
     backward(pipeline, update)
@@ -180,21 +156,17 @@ def as_before(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("chosen", [True, False])
 def test_arithmetic_is_as_it_is_asked_for(chosen, as_before):
-    set_arithmetic(tf32=chosen, deterministic=False, cudnn_benchmark=not chosen)
+    set_arithmetic(tf32=chosen, deterministic=chosen, cudnn_benchmark=not chosen)
     assert torch.backends.cuda.matmul.allow_tf32 is chosen
-    assert torch.backends.cudnn.allow_tf32 is chosen
-    assert torch.backends.cudnn.benchmark is not chosen
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_what_gives_other_bits_the_next_time_is_refused(as_before):
-    set_arithmetic(tf32=False, deterministic=True)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert torch.backends.cudnn.deterministic
-    with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
-        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
-    set_arithmetic(tf32=False, deterministic=False)
-    torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    cudnn = torch.backends.cudnn
+    assert (cudnn.allow_tf32, cudnn.benchmark) == (chosen, not chosen)
+    assert torch.are_deterministic_algorithms_enabled() is chosen
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    if chosen:
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert cudnn.deterministic
+        set_arithmetic(tf32=False, deterministic=False)
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_the_scale_is_that_of_pytorch_and_goes_on_where_it_was():
@@ -212,16 +184,3 @@ def test_the_scale_is_that_of_pytorch_and_goes_on_where_it_was():
         state, ours = ours.state_dict(), LossScaler(1.0, 4)
         assert all(type(value) in (int, float) for value in state.values())
         ours.load_state_dict(state)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: TF32 is in its hardware")
-def test_tf32_rounds_on_a_gpu(as_before):
-    x = torch.randn(64, 64, device="cuda")
-    exact = x.double() @ x.double()
-    errors = []
-    for tf32 in (False, True):
-        set_arithmetic(tf32=tf32, deterministic=False)
-        errors.append(float((x @ x - exact).abs().max()))
-    assert errors[0] < 1e-4
-    if torch.cuda.get_device_capability()[0] >= 8:
-        assert errors[1] > 10 * errors[0]

@@ -92,24 +92,6 @@ def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_trainin
         make_parts(*SMALL, *maps, words)
 
 
-@pytest.mark.parametrize(
-    ("metric", "said"),
-    [
-        ({"_target_": f"{TM}.NoSuchScore"}, "NoSuchScore cannot be instantiated"),
-        ({"_target_": f"{TM}.MulticlassF1Score"}, "cannot be instantiated: .*num_classes"),
-        ({"_target_": "torch.nn.ReLU"}, "torch.nn.ReLU creates a ReLU, expected a torchmetrics"),
-        ({"_target_": f"{OWN}.Pairs"}, "Pairs returns a tuple, expected a number"),
-        (
-            {"_target_": f"{TM}.MulticlassConfusionMatrix", "num_classes": 3},
-            r"MulticlassConfusionMatrix returns \(3, 3\), expected",
-        ),
-    ],
-)
-def test_what_is_no_metric_is_refused(metric, said):
-    with pytest.raises(ValueError, match=said):
-        tried(own("classification", metric))
-
-
 def test_what_cannot_be_put_together_from_ranks_is_refused():
     loose = own("segmentation", {"_target_": f"{OWN}.NoReduction"})
     tried(loose)
@@ -200,26 +182,21 @@ def test_lists_that_name_no_metrics_are_refused_before_ranks_start(words, said):
 
 
 F1_EACH = {"_target_": f"{TM}.MulticlassF1Score", "num_classes": 3, "average": "none"}
-COLLECTION = "torchmetrics.MetricCollection"
 
 
-def made(*metrics: dict) -> dict:
-    config = OmegaConf.create({"name": "classification", "metrics": list(metrics)})
-    return made_metrics(own_metric_plugins(config))
+def collected(metrics: object, **keys: object) -> dict:
+    return {"_target_": "torchmetrics.MetricCollection", "metrics": metrics, **keys}
 
 
 def test_each_metric_of_a_collection_is_one_by_its_key():
-    listed = {"_target_": COLLECTION, "metrics": [ACCURACY, F1_EACH], "prefix": "val/"}
-    named = {"_target_": COLLECTION, "name": "x", "metrics": {"a": ACCURACY, "b": listed}}
+    listed = collected([ACCURACY, F1_EACH], prefix="val/")
+    named = collected({"a": ACCURACY, "b": listed}, name="x")
     names = [
         *("MetricCollection_val_MulticlassAccuracy", "MetricCollection_val_MulticlassF1Score"),
         *("x_a", "x_b_val_MulticlassAccuracy", "x_b_val_MulticlassF1Score"),
     ]
-    assert sorted(made(listed, named)) == sorted(names)
-
-
-def collected(metrics: object, **keys: object) -> dict:
-    return {"_target_": COLLECTION, "metrics": metrics, **keys}
+    given = OmegaConf.create({"name": "classification", "metrics": [listed, named]})
+    assert sorted(made_metrics(own_metric_plugins(given))) == sorted(names)
 
 
 RUNNING = {"_target_": "torchmetrics.wrappers.Running", "base_metric": ACCURACY}
@@ -230,6 +207,14 @@ EXTREMES = {"_target_": "torchmetrics.MinMaxMetric", "base_metric": ACCURACY}
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
+        ([{"_target_": f"{TM}.NoSuchScore"}], "NoSuchScore cannot be instantiated"),
+        ([{"_target_": f"{TM}.MulticlassF1Score"}], "cannot be instantiated: .*num_classes"),
+        ([{"_target_": "torch.nn.ReLU"}], "torch.nn.ReLU creates a ReLU, expected a torchmetrics"),
+        ([{"_target_": f"{OWN}.Pairs"}], "Pairs returns a tuple, expected a number"),
+        (
+            [{"_target_": f"{TM}.MulticlassConfusionMatrix", "num_classes": 3}],
+            r"MulticlassConfusionMatrix returns \(3, 3\), expected",
+        ),
         ([collected([])], "MetricCollection has no metrics"),
         ([collected([{**ACCURACY, "classes": 3}])], "cannot be instantiated"),
         ([collected([ACCURACY, ACCURACY])], "cannot be instantiated: .*two"),
@@ -242,9 +227,9 @@ EXTREMES = {"_target_": "torchmetrics.MinMaxMetric", "base_metric": ACCURACY}
         ([collected({"a": RUNNING})], "MetricCollection_a is a Running"),
     ],
 )
-def test_what_cannot_be_right_is_refused(metrics, said):
+def test_what_is_no_metric_is_refused(metrics, said):
     with pytest.raises(ValueError, match=said):
-        made(*metrics)
+        tried(own("classification", *metrics))
 
 
 DRAW = torch.Generator().manual_seed(0)

@@ -65,28 +65,6 @@ def remission() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return control, times, events
 
 
-def efron(risks: list[float], times: list[float], events: list[float]) -> float:
-    """As written in the paper, time by time."""
-    total = 0.0
-    for time in {t for t, e in zip(times, events, strict=True) if e}:
-        at_risk = sum(math.exp(r) for r, t in zip(risks, times, strict=True) if t >= time)
-        tied = [r for r, t, e in zip(risks, times, events, strict=True) if t == time and e]
-        for number, risk in enumerate(tied):
-            left = at_risk - number / len(tied) * sum(map(math.exp, tied))
-            total += risk - math.log(left)
-    return -total / sum(events)
-
-
-def test_the_likelihood_is_that_of_the_paper_with_and_without_ties() -> None:
-    draw = np.random.default_rng(0)
-    for ties in (3, 1000):
-        risks, times = draw.normal(size=25), draw.integers(0, ties, 25) * 1.0
-        events = draw.integers(0, 2, 25) * 1.0
-        found = partial_likelihood(*map(torch.from_numpy, (risks, times, events)))
-        expected = efron(risks.tolist(), times.tolist(), events.tolist())
-        assert float(found) == pytest.approx(expected, abs=1e-12)
-
-
 def test_the_remission_data_have_the_likelihood_that_other_programs_find() -> None:
     """As `PHReg(ties="efron")` of statsmodels 0.15.0 and `CoxPHFitter` of lifelines 0.30.3."""
     likelihood = -30 * float(partial_likelihood(*remission()))  # 30 events, slope 1

@@ -58,15 +58,13 @@ def test_strides_of_networks(network, stride, multiple):
     assert stride_of(encoder_of(network, 60)) == Stride(stride, multiple)
 
 
-def test_maps_that_do_not_grow_evenly_are_refused():
+def test_maps_that_do_not_grow_evenly_and_networks_for_one_size_are_refused():
     with pytest.raises(ValueError, match="returns 4 rows for an image of 64 x 64, 4 for one"):
         stride_of(encoder_of(Pooling()))
     finer = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Upsample(scale_factor=2))
     with pytest.raises(ValueError, match="has no regular stride"):
         stride_of(encoder_of(finer))
 
-
-def test_networks_for_one_size_are_refused():
     class Fixed(nn.Module):
         def forward(self, images):
             return images + images.new_zeros(1, 3, 64, 64)
