@@ -40,6 +40,7 @@ from spatialdl.training.tasks.task import Task
 from tests.mpi.device import DEVICE, REFERENCE
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import NETWORKS, Plain, Transformer
+from tests.mpi.sample_networks import TimmNorm
 
 LIMIT_GB = 5e-4
 """Of memory for virtual tiles: a few of their activations."""
@@ -184,7 +185,7 @@ class OwnBuffers:
         placement = case._replace(order=()).placement
         made = make_schedule(case.schedule, placement, case.microbatches, case.times)
         self._copies = {one.microbatch: one.copy for actions in made.evaluate for one in actions}
-        norms = {n for n, m in model.named_modules() if type(m) in BATCH_NORMS}
+        norms = {n for n, m in model.named_modules() if type(m) in (*BATCH_NORMS, TimmNorm)}
         self._model, self._data = model, case.data
         self._names = [n for n, _ in model.named_buffers() if n.rpartition(".")[0] not in norms]
         self._start, self._now = self._kept(), (-1, -1)

@@ -147,6 +147,16 @@ class OwnNorm(nn.BatchNorm2d):
         return y.tanh()
 
 
+class TimmNorm(nn.BatchNorm2d):
+    """As timm's own, of which it is known that its statistics are BatchNorm's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+TimmNorm.forward.__module__ = "timm.layers.norm_act"
+
+
 class LouderNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -223,4 +233,7 @@ SAMPLE_NETWORKS = {
     "of_samples_at_random": lambda: of_samples(Drops()),
     "norms": lambda: chain(OwnNorm(6), conv(), LouderNorm(6), Normalised(), conv()),
     "spectral": spectral,
+    "statistics": lambda: chain(
+        Shared(nn.BatchNorm2d(6, momentum=None)), conv(), TimmNorm(6, momentum=0.9, affine=False)
+    ),
 }

@@ -44,6 +44,10 @@ SPECTRAL = [  # each slice has its own power iteration
     # norms in the second stage only: ranks of the first one have none, or those of the other copy
     Case("sp+gems", "spectral", SIZE, ((1, 2), (1, 1)), 1, 2, 5, ("1",), schedule="mast"),
 ]
+STATISTICS = [  # of layers called twice, cumulative ones, timm's; some replicas have no samples
+    *(Case("dp", "statistics", SIZE, ONE, data, 2, 3) for data in (2, 3)),
+    Case("dp+sp", "statistics", SIZE, ((2, 1),), 2, 2, 5),
+]
 CUT = [  # modules whose state, modes or aliases a cut must not lose
     Case("lp", "norm_eval", LARGE, ONE * 3, 1, 1, 4, ("bn", "part.norm2")),
     Case("sp+pp", "norm_eval", LARGE, ((2, 1), (1, 1)), 1, 2, 5, ("part.norm",), schedule="1f1b"),
@@ -78,7 +82,9 @@ EVALUATED = [  # as in training: by the samples of all ranks, with the same rand
 
 
 @pytest.mark.parametrize(
-    "case", [*LOCAL, *CHECKPOINTED, *AVERAGES, *SPECTRAL, *CUT, *NORMS, *EVALUATED], ids=str
+    "case",
+    [*STATISTICS, *LOCAL, *CHECKPOINTED, *AVERAGES, *SPECTRAL, *CUT, *NORMS, *EVALUATED],
+    ids=str,
 )
 def test_networks_with_state_equal_one_process(
     case: Case, world: MPI.Intracomm, ends_process_group: None
