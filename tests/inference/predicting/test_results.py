@@ -124,10 +124,8 @@ def test_maps_count_from_where_qupath_does(tmp_path):
     assert (image == 255).sum() == 32 * 32
     with Slide(slide) as opened:
         rings = [one.moved(opened.scanned[:2]) for one in read_annotations(tmp_path / "a.geojson")]
-        save_bag_maps(
-            *(MapFolder(tmp_path, "b"), VALUES[:, 0], BagPlaces(np.array(places), 64.0, size)),
-            *(opened, "attention"),
-        )
+        bag = BagPlaces(np.array(places), 64.0, size)
+        save_bag_maps(MapFolder(tmp_path, "b"), VALUES[:, 0], bag, opened, "attention")
     yes = next(one.outline for one in rings if one.label == "yes")
     assert np.allclose((yes.min(0), yes.max(0)), ((160, 192), (224, 256)), atol=3)
     of_bag = [one["geometry"]["coordinates"][0][0] for one in features(tmp_path / "b.geojson")]
