@@ -151,7 +151,9 @@ def _check_operands(
         forms, bound = [], bind(args, kwargs)
         if bound is None:
             args, kwargs = in_order(args, kwargs), {}
-            bound = bind(args, kwargs) or ()
+            bound = bind(args, kwargs)
+        if bound is None:
+            raise refusal(function, spatial_in(args), "unsupported arguments")
         for name, value in bound:
             if not isinstance(value, _HOLDERS):
                 forms.append((name, value.__class__, value))
@@ -168,11 +170,11 @@ def _check_operands(
 
 @functools.cache
 def _parameters_of(function: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Names and defaults of the parameters of PyTorch's operator, of each overload."""
+    """Names and defaults of what PyTorch's operator takes by place, of each overload."""
     operator = getattr(torch.ops.aten, name_of(function), None)
     overloads = () if operator is None else map(operator.__getattr__, operator.overloads())
     return [
-        {one.name: one.default_value for one in overload._schema.arguments}
+        {one.name: one.default_value for one in overload._schema.arguments if not one.kwarg_only}
         for overload in overloads
     ]
 
