@@ -214,8 +214,8 @@ def test_ranks_inside_and_at_the_edges_send_halos_of_one_type() -> None:
     """A rank without padding divided by the whole window, and so summed in half precision."""
     image = drawn(0, 1, 2, 26, 6).half()
     x = shard(image, init_mesh((MPI.COMM_WORLD.size, 1)))
-    pooled = F.avg_pool2d(x, 3, 2, 1, True, False).full_tensor()
-    exact = F.avg_pool2d(image.double(), 3, 2, 1, True, False)
+    pooled = F.avg_pool2d(x, (3, 1), (2, 1), (1, 0), True, False).full_tensor()
+    exact = F.avg_pool2d(image.double(), (3, 1), (2, 1), (1, 0), True, False)
     torch.testing.assert_close(pooled.double(), exact, rtol=1e-3, atol=1e-3)
 
 
