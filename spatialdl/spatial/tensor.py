@@ -276,12 +276,12 @@ class SpatialTensor(torch.Tensor):
         if func is aten.new_empty_strided.default and tuple(args[1]) == tuple(args[0].shape):
             # Autograd accumulates a gradient with other strides than the leaf's this way.
             func, args = aten.empty_like.default, args[:1]
-        if func is aten._conj.default:  # lazy
-            func = aten._conj_physical.default
-        if func in _REAL_AND_IMAGINARY:
-            return _beside_last_dim(func, *args)
         if func in _PER_TILE or _is_pointwise(func):
             return _on_tiles(func, args, kwargs or {})
+        if func is aten._conj.default:  # lazy
+            return _on_tiles(aten._conj_physical.default, args, kwargs or {})
+        if func in _REAL_AND_IMAGINARY:
+            return _beside_last_dim(func, *args)
         if _called.function is not None or current_graph_task_id() != -1:
             raise refusal(_called.function or func, spatial_in((args, kwargs)))
         error = refusal(func, spatial_in((args, kwargs)), _NO_SCRIPT)
